@@ -1,0 +1,14 @@
+PYTHON ?= python3
+
+train: .venv/installed
+	.venv/bin/python train_ppo.py --config recipes/chain_sum.yaml
+
+test: .venv/installed
+	.venv/bin/python -m pytest tests
+
+.venv/installed: requirements.txt
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet -r requirements.txt
+	touch $@
+
+.PHONY: train test
