@@ -1,7 +1,6 @@
 """The trainer: config, launch and the step loop. (Stub: the lead writes this paragraph.)"""
 import argparse
 import difflib
-import inspect
 import itertools
 import json
 import math
@@ -218,6 +217,7 @@ LIMITS = (  # what a value must be, the test, the keys; null is always right
     ("-1 or at least 1", lambda x: x == -1 or x >= 1, "top_k"),
     ("two numbers from 0 to below 1", lambda x: len(x) == 2 and all(0 <= beta < 1 for beta in x), "betas"),
 )
+GROUPED = {"grpo", "grpo_passk", "rloo", "opo", "reinforce_plus_plus_baseline"}  # compare responses
 ROLES = {"actor", "rollout", "critic", "ref", "reward"}
 
 
@@ -232,11 +232,10 @@ def check(config):
         if wrong:
             raise ConfigError(f"{key}={now.get(key)!r}: {reason}")
 
-    for key in now.keys() ^ default.keys():
-        reason = "nothing reads this key" if key in now else "needed, and was deleted"
-        refuse(not f"{key}.".startswith(FREE), key, reason)
-    for section in FREE:
-        refuse(not any(f"{key}.".startswith(section) for key in now), section[:-1], "needed, and was deleted")
+    for key in now:
+        refuse(key not in default and not key.startswith(FREE), key, "nothing reads this key")
+    for key in [key for key in default if not key.startswith(FREE)] + ["pools"]:
+        refuse(not any(f"{other}.".startswith(f"{key}.") for other in now), key, "needed, and was deleted")
     for name, pool in config.pools.items():
         if not isinstance(pool, dict) or pool.keys() != {"nodes", "devices_per_node", "roles"}:
             raise ConfigError(f"pools.{name}={pool!r}: must have nodes, devices_per_node and roles, no more")
@@ -281,7 +280,7 @@ def check(config):
             unused = key.startswith(prefix) and not used
             refuse(unused and now[key] != default[key], key, f"has no effect, because {why}")
 
-    in_group = "group" in inspect.signature(algos.ADVANTAGES[algorithm.advantage]).parameters
+    in_group = algorithm.advantage in GROUPED
     refuse(in_group and rollout.n == 1, "rollout.n", f"must be above 1 for {algorithm.advantage}")
     refuse(rollout.temperature == 0, "rollout.temperature", "must be above 0 (validation's may be 0)")
     longest = config.data.max_prompt_length + rollout.max_response_length
@@ -338,15 +337,18 @@ def parse_arguments():
 def sweep(arguments):
     """Runs the points of the grid one by one, each a process; returns the first exit code that is not 0."""
     command = [sys.executable, __file__, *(f"--config={file}" for file in arguments.config)]
-    axes = [[f"{key}={value}" for value in VALUES.findall(values)]
-            for key, _, values in (word.partition("=") for word in arguments.sweep)]
-    points, code = [], 0
+    axes, points, code = [], [], 0
+    for word in arguments.sweep:
+        key, _, values = word.partition("=")
+        axes.append([f"{key}={value}" for value in VALUES.findall(values)] or [word])
     for point in itertools.product(*axes):
         trainer = load(arguments.config, [*arguments.overrides, *point]).trainer
         label = re.sub(r"[^\w.=,+-]", "_", ",".join(point))
         name = f"trainer.name={trainer.name}-{label}"
         place = f"trainer.dir={trainer.dir}/{label}" if trainer.dir else name
         points.append([*arguments.overrides, *point, place])
+    if len({point[-1] for point in points}) < len(points):
+        raise ConfigError(f"--sweep {' '.join(arguments.sweep)}: two points would share a run directory")
     for point in points:
         child = subprocess.Popen([*command, *point], start_new_session=True)
         try:
