@@ -209,10 +209,13 @@ LIMITS = (  # what a value must be, the test, the keys; null is always right
      "batch_size mini_batch_size max_tokens_per_device max_prompt_length max_response_length n tp bucket_mb "
      "kv_tokens num_workers num_cpus epochs steps keep kl_horizon nodes devices_per_node"),
     ("a finite number from 0 on", lambda x: 0 <= x < math.inf,
-     "seed lr weight_decay warmup warmup_steps temperature every save_every samples overlong_buffer kl_coef"),
-    ("above 0", lambda x: x > 0, "clip_grad timeout kl_target clip_ratio_high cliprange_value"),
+     "seed lr weight_decay warmup warmup_steps temperature every save_every samples overlong_buffer kl_coef "
+     "dynamic_sampling"),
+    ("above 0", lambda x: x > 0,
+     "clip_grad timeout kl_target clip_ratio_high cliprange_value tau_pos tau_neg correction_cap"),
     ("above 1", lambda x: x > 1, "clip_ratio_c"),
-    ("from 0 to 1", lambda x: 0 <= x <= 1, "gamma lam min_p min_lr_ratio clip_ratio_low"),
+    ("from 0 to 1", lambda x: 0 <= x <= 1,
+     "gamma lam min_p min_lr_ratio clip_ratio_low kl_cov_ratio clip_cov_ratio"),
     ("above 0 and at most 1", lambda x: 0 < x <= 1, "top_p mem_fraction"),
     ("-1 or at least 1", lambda x: x == -1 or x >= 1, "top_k"),
     ("two numbers from 0 to below 1", lambda x: len(x) == 2 and all(0 <= beta < 1 for beta in x), "betas"),
