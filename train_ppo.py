@@ -249,6 +249,7 @@ def check(config):
         "schedule": ["constant", "cosine"], "loss_agg": algos.AGGREGATIONS,
         "compute_dtype": ["float32", "bfloat16"], "dtype": ["float32", "bfloat16"],
         "advantage": algos.ADVANTAGES, "policy_loss": algos.POLICY_LOSSES,
+        "correction": ["off", "token", "sequence", "token-mask", "sequence-mask"],
         "kl_estimator": [name + sign for name in algos.KL_ESTIMATORS for sign in ("", "+")],
     }
     for key, value in now.items():
@@ -268,6 +269,7 @@ def check(config):
         ("algorithm.kl_", algorithm.kl_in_reward, "algorithm.kl_in_reward is false"),
         ("algorithm.kl_horizon", algorithm.kl_target, "algorithm.kl_target is null"),
         ("reward.overlong_penalty", config.reward.overlong_buffer, "reward.overlong_buffer is 0"),
+        ("rollout.correction_cap", rollout.correction != "off", "rollout.correction is off"),
         ("actor.min_lr_ratio", actor.schedule == "cosine", "actor.schedule is constant"),
         ("critic.min_lr_ratio", config.critic.schedule == "cosine", "critic.schedule is constant"),
         ("validation.", config.data.val, "data.val is null"),

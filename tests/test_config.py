@@ -413,6 +413,8 @@ def test_check_passes(words):
     (["rollout.top_k=0"], r"^rollout\.top_k=0: must be -1 or"),
     (["actor.clip_ratio_c=1"], r"^actor\.clip_ratio_c=1\.0"),
     (["actor.betas=[0.9]"], r"^actor\.betas=\[0\.9\]: must be two numbers"),
+    (["rollout.correction=mask"], r"^rollout\.correction='mask': must be off, token"),
+    (["rollout.correction_cap=3.0"], r"^rollout\.correction_cap=3\.0: has no effect"),
     (["launch=slurm"], r"^launch='slurm': must be ray, local"),
     (["algorithm.advantage=grop"], r"^algorithm\.advantage='grop': must be .*grpo"),
     (["actor.policy_loss=pop"], r"^actor\.policy_loss='pop': must be .*ppo"),
