@@ -308,7 +308,7 @@ class Worker:
 
     # -- updates
 
-    def update(self, role, batch, norm):
+    def update(self, batch, role, norm):
         """One optimizer update of the actor or the critic from this rank's share of a mini-batch.
 
         `norm` holds the counts of the whole mini-batch over all ranks (algos.normaliser): each micro-batch's loss is its
