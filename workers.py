@@ -142,6 +142,9 @@ def build_model(role, path, settings, config, mesh):
         _apply_liger_kernel_to_instance(model=model)
     if getattr(settings, "gradient_checkpointing", False):
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0  # some heads have one that no config names
     model.train()
     if role == "critic":
         model.forward = functools.partial(token_values, model.forward)

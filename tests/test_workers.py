@@ -51,16 +51,11 @@ def settings(model_path, *overrides):
     return load(overrides=[*common, "actor.lr=1e-3", "actor.entropy_coef=0.01", "actor.kl_coef=0.1", *overrides])
 
 
-def rank_main(rank, world, folder, config, updates):
-    """Score the batch and update actor and critic; rank 0 saves the scores, the gradients, the weights and the metrics."""
-    from workers import Worker
-
-    worker = Worker(config, rank, world, rank, world, f"file://{folder}/ranks")
-    for role, path in (("critic", config.critic.path), ("ref", config.model.path), ("actor", config.model.path)):
-        worker.build(role, path, {"actor": 10, "critic": 10})
+def measure(worker, folder, updates):
+    """Score the batch, update actor and critic, save and load: the scores, gradients, weights and metrics seen."""
     batch = make_batch()
     norm = algos.normaliser(batch["response_mask"], 6.0)
-    rows = data.split(batch, world)[rank]
+    rows = data.split(batch, worker.world)[worker.rank]
     mine = data.select(batch, rows)
     for role in ("actor", "ref", "critic"):
         mine |= worker.score(mine, role)
@@ -75,6 +70,7 @@ def rank_main(rank, world, folder, config, updates):
 
     torch.nn.utils.clip_grad_norm_ = record_and_clip
     metrics = [worker.update(mine, role, norm) for _ in range(updates) for role in ("actor", "critic")]
+    torch.nn.utils.clip_grad_norm_ = clip
     weights = dict(worker.full_tensors("actor"))
     worker.save(f"{folder}/checkpoint")
     with torch.no_grad():
@@ -84,24 +80,54 @@ def rank_main(rank, world, folder, config, updates):
     restored = all(torch.equal(tensor, weights[name]) for name, tensor in worker.full_tensors("actor"))
     scores = {row: {name: mine[name][i] for name in ("old_logprobs", "entropy", "ref_logprobs", "values")}
               for i, row in enumerate(rows)}
-    result = {"scores": scores, "gradients": gradients, "weights": weights, "metrics": metrics, "restored": restored}
-    torch.save(result, f"{folder}/result_{rank}")
-    worker.shutdown()
+    return {"scores": scores, "gradients": gradients, "metrics": metrics, "restored": restored}
 
 
-def run(folder, config, world=1, updates=1):
-    folder.mkdir()
-    multiprocessing.spawn(rank_main, (world, str(folder), config, updates), nprocs=world)
-    results = [torch.load(folder / f"result_{rank}") for rank in range(world)]
-    for other in results[1:]:
-        results[0]["scores"] |= other["scores"]
-    return results[0]
+def rank_main(rank, world, folder, configs, updates):
+    from workers import Worker
+
+    results = []
+    for number, config in enumerate(configs):
+        worker = Worker(config, rank, world, rank, world, f"file://{folder}/ranks_{number}")
+        for role, path in (("critic", config.critic.path), ("ref", config.model.path), ("actor", config.model.path)):
+            worker.build(role, path, {"actor": 10, "critic": 10})
+        results.append(measure(worker, folder, updates))
+        worker.shutdown()
+    torch.save(results, f"{folder}/results_{rank}")
+
+
+def run(folder, configs, world=1, updates=1):
+    """The result of `measure` for each config; scores are of all ranks, the rest is equal on all of them."""
+    multiprocessing.spawn(rank_main, (world, str(folder), configs, updates), nprocs=world)
+    results, *others = [torch.load(folder / f"results_{rank}") for rank in range(world)]
+    for other in others:
+        for result, part in zip(results, other):
+            result["scores"] |= part["scores"]
+    return results
+
+
+# Every response in a row of its own, all rows in one micro-batch, on one rank: what all other ways must equal.
+PLAIN = ["actor.share_prompt=false"]
+WAYS = {
+    "two micro-batches": ["actor.share_prompt=false", "actor.max_tokens_per_device=120"],
+    "four micro-batches": ["actor.share_prompt=false", "actor.max_tokens_per_device=56"],
+    "shared prompts": [],
+    "shared prompts in several micro-batches": ["actor.max_tokens_per_device=30"],
+    "gradient checkpointing": ["actor.gradient_checkpointing=true", "critic.gradient_checkpointing=true"],
+}
 
 
 @pytest.fixture(scope="module")
-def plain(model_path, tmp_path_factory):
-    """Every response in a row of its own, all rows in one micro-batch, on one rank: what all other ways must equal."""
-    return run(tmp_path_factory.mktemp("runs") / "plain", settings(model_path, "actor.share_prompt=false"))
+def results(model_path, tmp_path_factory):
+    configs = [settings(model_path, *overrides) for overrides in (PLAIN, *WAYS.values())]
+    one_rank = run(tmp_path_factory.mktemp("one"), configs)
+    (two_ranks,) = run(tmp_path_factory.mktemp("two"), [settings(model_path, "actor.max_tokens_per_device=30")], world=2)
+    return dict(zip(["plain", *WAYS], one_rank)) | {"two ranks": two_ranks}
+
+
+@pytest.fixture(scope="module")
+def plain(results):
+    return results["plain"]
 
 
 def test_scores_are_those_of_transformers(model_path, plain):
@@ -120,20 +146,9 @@ def test_scores_are_those_of_transformers(model_path, plain):
         torch.testing.assert_close(scores["entropy"], entropy, atol=1e-5, rtol=0)
 
 
-WAYS = {
-    "two micro-batches": (["actor.share_prompt=false", "actor.max_tokens_per_device=120"], 1),
-    "four micro-batches": (["actor.share_prompt=false", "actor.max_tokens_per_device=56"], 1),
-    "shared prompts": ([], 1),
-    "shared prompts in several micro-batches": (["actor.max_tokens_per_device=30"], 1),
-    "gradient checkpointing": (["actor.gradient_checkpointing=true", "critic.gradient_checkpointing=true"], 1),
-    "two ranks": (["actor.max_tokens_per_device=30"], 2),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_an_update_does_not_depend_on_the_cut(model_path, plain, tmp_path, way):
-    overrides, world = WAYS[way]
-    other = run(tmp_path / "run", settings(model_path, *overrides), world)
+@pytest.mark.parametrize("way", [*WAYS, "two ranks"])
+def test_an_update_does_not_depend_on_the_cut(results, plain, way):
+    other = results[way]
     for row, scores in plain["scores"].items():
         for name, expected in scores.items():
             torch.testing.assert_close(other["scores"][row][name], expected, atol=1e-5, rtol=0)
@@ -155,7 +170,7 @@ def test_first_update_is_on_policy(plain):
 
 def test_schedule_moves_at_the_first_update(model_path, tmp_path):
     """Warm-up of 4: the updates use lr/4, 2 lr/4, 3 lr/4, lr, lr (KNOWN_FAULTS 25); a later ratio is not 1 (24)."""
-    result = run(tmp_path / "run", settings(model_path, "actor.warmup=4"), updates=5)
+    (result,) = run(tmp_path, [settings(model_path, "actor.warmup=4")], updates=5)
     actor = result["metrics"][0::2]
     assert [update["actor/lr"] for update in actor] == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3])
     assert actor[0]["actor/ppo_kl"] == pytest.approx(0, abs=1e-6)
@@ -183,4 +198,4 @@ def test_chunked_logprobs_equal_plain_ones():
     whole = head(hidden[0]).log_softmax(-1).gather(-1, labels[:, None])[:, 0]
     torch.testing.assert_close(chunked, whole)
     for mine, expected in zip(grads, torch.autograd.grad(whole.square().sum(), [hidden, head.weight])):
-        torch.testing.assert_close(mine, expected)
+        assert (mine - expected).norm() <= 1e-5 * expected.norm()
