@@ -1,26 +1,23 @@
 """The rollout engine: SGLang inside the worker process. Token ids in, token ids and their log-probs out.
 
-One `Rollout` lives on every rank. The first rank of a tensor-parallel group owns the engine, whose schedulers are
-processes of their own; the others only take part in gathering the weights. The engine follows a strict order,
+Every rank has a `Rollout`. The first rank of a tensor-parallel group owns the engine, whose schedulers are
+processes of their own; the other ranks only help to gather the weights. The order of calls is strict,
 
     resume("weights") -> update_weights -> resume("kv_cache") -> generate ... -> release
 
-because released weights come back undefined: nothing can be generated between a release and the next full sync.
-Text, rewards and batching over ranks are not known here.
+because released weights come back undefined: nothing is generated between a release and the next whole sync.
+Text, rewards and the split of a batch over ranks are not known here.
 """
 
 import asyncio
 import atexit
 import ctypes
-import difflib
-import gc
 import multiprocessing
 import os
 import signal
-import sys
-import tempfile
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -29,119 +26,125 @@ import torch.distributed as dist
 
 MIB = 2**20
 ALIGNMENT = 16  # bytes; a tensor of any type may start at a multiple of it
+PR_SET_PDEATHSIG = 1  # prctl(2): the signal to get when the parent dies, however it dies
+COLUMNS = ("response_ids", "response_mask", "rollout_logprobs", "turns", "finish_reason")
 
 
 def check_engine_args(engine_args):
-    """Raise ValueError, one line, for a name in `rollout.engine_args` that SGLang does not know."""
-    if not engine_args:
-        return
-    from sglang.srt.server_args import ServerArgs  # seconds of imports that most runs do not need here
+    """Raise ValueError, one line, for a name in `rollout.engine_args` (a dict) that SGLang does not know."""
+    if engine_args:
+        from sglang.srt.server_args import ServerArgs  # seconds of imports, for nothing in most runs
 
-    known = ServerArgs.__struct_fields__
-    for name in engine_args:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"rollout.engine_args.{name}: SGLang's Engine has no such argument{hint}")
+        for name in sorted(set(engine_args) - set(ServerArgs.__struct_fields__)):
+            raise ValueError(f"rollout.engine_args.{name}: SGLang's Engine has no such argument")
 
 
 class Rollout:
     """One rank's part of the engine.
 
-    model_path: folder in Hugging Face format; only its config is read, the weights come from `update_weights`.
-    tokenizer: gives one of the ids that end a response; the model's generation config gives the others.
+    model_path: folder in Hugging Face format; only its configs are read, the weights come by `update_weights`.
+    tokenizer: only for the id that ends a response; SGLang knows those of the model's configs itself.
     rollout: the `rollout` section of the config.
-    device: "cpu" or "cuda". mesh: DeviceMesh over all ranks with a dimension named "tp".
-    seed: the run's seed. max_length: tokens of the longest prompt and response together.
+    device: "cpu", or "cuda", where the current device is the first of the engine's.
+    mesh: DeviceMesh over all ranks, one of its dimensions named "tp".
+    seed: the run's. max_length: tokens of the longest prompt and response together.
 
-    The engine starts with everything released (`rollout.release`) and no valid weights.
+    The engine starts without valid weights, and released (`rollout.release`). Call it from one thread at a time.
     """
 
-    def __init__(self, *, model_path, tokenizer, rollout, device, mesh, seed, max_length, trust_remote_code=False):
+    def __init__(
+        self, *, model_path, tokenizer, rollout, device, mesh, seed, max_length, trust_remote_code=False
+    ):
         self._device = device
         self._seed = seed
         self._release = rollout.release
         self._bucket_bytes = rollout.bucket_mb * MIB
-        self._max_new_tokens = rollout.max_response_length
-        self._tp_group = mesh.get_group("tp")
-        self._tp = mesh["tp"].size()
-        self._owner = mesh.get_local_rank("tp") == 0
-        self._stop_ids = stop_token_ids(model_path, tokenizer)
-        self._engine = None
-        self._state = "synced" if not self._owner else "empty"
-        if not self._owner:
+        self._limits = {"max_new_tokens": rollout.max_response_length, "stop_token_ids": [tokenizer.eos_token_id]}
+        self._tp, self._tp_group = rollout.tp, mesh.get_group("tp")
+        self._engine, self._processes = None, []
+        self._state = "on another rank"
+        if mesh.get_local_rank("tp") > 0:
             return
-        # SGLang takes over the signals of the main thread and leaves its event loop there; in a thread of its own it
-        # does neither, and a Ray actor or a torchrun rank keeps its own handlers.
+        # SGLang takes over the signals and the event loop of the main thread. In a thread of its own it leaves
+        # them alone, and a Ray actor or a torchrun rank keeps its handlers.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
-        self._processes = []
-        args = engine_args(model_path, rollout, device, self._tp, seed, max_length, trust_remote_code)
-        self._engine = self._call(start_engine, args)
+        arguments = engine_arguments(model_path, rollout, device, seed, max_length, trust_remote_code)
+        self._engine = self._call(start_engine, arguments)
+        atexit.register(self.shutdown)
         children = {child.pid: child for child in multiprocessing.active_children()}
         self._processes = [children[pid] for pid in self._engine.get_all_child_pids()]
-        atexit.register(self.shutdown)
-        self._state = "resumed"
         self.release()
 
     def generate(self, batch, *, step, sampling):
         """Answer every prompt of the batch.
 
-        batch: lists of equal length: `prompt_ids` (1-D int64 each), `uid` (int, the prompt), `sample` (int, which of
-        the prompt's responses). sampling: SGLang's sampling parameters, at least `temperature` (0 is greedy).
-        Returns the batch with `response_ids` (1-D int64, the end token included), `response_mask` (1-D float32),
-        `rollout_logprobs` (1-D float32, at the sampling temperature), `turns` (int), `finish_reason` (str).
-        Raises RuntimeError before a full sync, when a request fails, or when an engine process died.
+        batch: lists of equal length: `prompt_ids` (1-D int64 each), `uid` (int, the prompt), `sample` (int, which
+        of its responses). sampling: SGLang's sampling parameters, at least `temperature` (0 is greedy).
+        Returns the batch with `response_ids` (1-D int64, the token that ended it included), `response_mask`
+        (1-D float32), `rollout_logprobs` (1-D float32, at the sampling temperature; at 1 when greedy), `turns`
+        (int) and `finish_reason` ("stop" or "length").
+        Raises RuntimeError before a whole sync, when a request fails, and when an engine process has died.
         """
         self._expect("ready", "generate")
-        rows = zip(batch["prompt_ids"], batch["uid"], batch["sample"], strict=True)
-        outputs = self._run(self._sample_all(list(rows), step, sampling))
-        return {**batch, **{key: [output[key] for output in outputs] for key in outputs[0]}}
+        rows = list(zip(batch["prompt_ids"], batch["uid"], batch["sample"], strict=True))
+        outputs = self._call(self._engine.loop.run_until_complete, self._respond_all(rows, step, sampling))
+        return {**batch, **{column: [output[column] for output in outputs] for column in COLUMNS}}
 
-    async def _sample_all(self, rows, step, sampling):
-        return await asyncio.gather(*(self._sample(*row, step, sampling) for row in rows))
-
-    async def _sample(self, prompt_ids, uid, sample, step, sampling):
-        """One response of one prompt, as a dict of columns."""
-        params = {
-            "max_new_tokens": self._max_new_tokens,
-            "stop_token_ids": self._stop_ids,
-            "sampling_seed": sampling_seed(self._seed, step, uid, sample),
-            **sampling,
+    async def _respond_all(self, rows, step, sampling):
+        """All responses at once; how many run together is the engine's business."""
+        copies = Counter(uid for _, uid, _ in rows)
+        prompts = {uid: prompt_ids for prompt_ids, uid, _ in rows if copies[uid] > 1}
+        # SGLang computes a prompt again for each of its responses when they arrive together. So a request for no
+        # tokens computes it first, and the responses find it in the prefix cache.
+        cached = {
+            uid: asyncio.ensure_future(self._respond(prompt_ids, {"max_new_tokens": 0}))
+            for uid, prompt_ids in prompts.items()
         }
+
+        async def respond(prompt_ids, uid, sample):
+            if uid in cached:
+                await cached[uid]
+            seed = sampling_seed(self._seed, step, uid, sample)
+            return await self._respond(prompt_ids, {**self._limits, "sampling_seed": seed, **sampling})
+
+        return await asyncio.gather(*(respond(*row) for row in rows))
+
+    async def _respond(self, prompt_ids, sampling):
+        """One response to one prompt, as a dict of columns."""
         answer = await self._engine.async_generate(
-            input_ids=prompt_ids.tolist(), sampling_params=params, return_logprob=True
+            input_ids=prompt_ids.tolist(), sampling_params=sampling, return_logprob=True
         )
-        meta = answer["meta_info"]
+        ids, meta = answer["output_ids"], answer["meta_info"]
         finish = meta["finish_reason"]
         if finish["type"] == "abort":
-            raise RuntimeError(f"the engine refused a request (prompt {uid}, sample {sample}): {finish.get('message')}")
-        ids = torch.tensor(answer["output_ids"], dtype=torch.int64)
+            raise RuntimeError(f"the engine gave up a prompt of {len(prompt_ids)} tokens: {finish.get('message')}")
         return {
-            "response_ids": ids,
+            "response_ids": torch.tensor(ids, dtype=torch.int64),
             "response_mask": torch.ones(len(ids), dtype=torch.float32),
-            "rollout_logprobs": torch.tensor([t[0] for t in meta["output_token_logprobs"]], dtype=torch.float32),
+            "rollout_logprobs": torch.tensor([logprob for logprob, *_ in meta["output_token_logprobs"]]),
             "turns": 1,
             "finish_reason": finish["type"],
         }
 
     def update_weights(self, named_tensors):
-        """Replace all weights. Every rank must call this and walks through the whole iterator.
+        """Replace all weights. Every rank must call this, and walks through the whole iterator.
 
-        named_tensors: iterator of (Hugging Face name, full tensor on this rank's device); a tensor is copied before the
-        next one is asked for, so one full tensor and one bucket of `rollout.bucket_mb` exist at a time.
-        Raises RuntimeError when the engine refuses.
+        named_tensors: iterator of (Hugging Face name, full tensor on this rank's device). A tensor is copied into
+        a bucket of `rollout.bucket_mb` before the next one is asked for: no more than one of each exists.
+        Raises RuntimeError when the engine refuses a weight; nothing can be generated after that.
         """
-        if self._owner:
+        if self._engine:
             self._expect("resumed", "update_weights")
             self._state = "broken"  # until the last bucket is in
-            self._accepted(self._call(self._engine.begin_weight_update))
-        for bucket in buckets(named_tensors, self._bucket_bytes, shared=self._device == "cpu"):
-            self._send(bucket)
-            del bucket  # or it would live on while the next one fills
-        if self._device == "cuda":
-            torch.cuda.ipc_collect()
-        if self._owner:
-            self._accepted(self._call(self._engine.end_weight_update))
+            self._call(self._engine.begin_weight_update)
+        if self._engine or self._device == "cuda":
+            for bucket in buckets(named_tensors, self._bucket_bytes, shared=self._device == "cpu"):
+                self._send(bucket)
+                del bucket  # or it would live on while the next one fills
+        for _ in named_tensors:  # on CPU a rank without an engine has only helped to gather
+            pass
+        if self._engine:
+            self._call(self._engine.end_weight_update)
             self._state = "synced"
 
     def _send(self, bucket):
@@ -149,102 +152,99 @@ class Rollout:
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
         if self._device == "cpu":
-            # One memory: every scheduler maps the owner's bucket, each through a handle of its own.
-            payloads = [MultiprocessingSerializer.serialize(bucket) for _ in range(self._tp if self._owner else 0)]
+            # One memory: every engine process maps the owner's bucket, each by a handle of its own.
+            payloads = [MultiprocessingSerializer.serialize(bucket) for _ in range(self._tp)]
         else:
-            monkey_patch_torch_reductions()  # handles name a device by its UUID, as ranks number devices differently
-            payloads = [None] * self._tp if self._owner else None
-            dist.gather_object(MultiprocessingSerializer.serialize(bucket), payloads, group=self._tp_group, group_dst=0)
-        if self._owner:
+            # Every engine process reads the copy on its own GPU. With the patch, a handle names a GPU by its
+            # UUID, because processes may number them differently.
+            monkey_patch_torch_reductions()
+            payload = MultiprocessingSerializer.serialize(bucket)
+            payloads = [None] * self._tp if self._engine else None
+            dist.gather_object(payload, payloads, group=self._tp_group, group_dst=0)
+        if self._engine:
             update = self._engine.update_weights_from_tensor
-            self._accepted(self._call(update, payloads, load_format="flattened_bucket", flush_cache=False))
+            self._call(update, payloads, load_format="flattened_bucket", flush_cache=False)
 
     def release(self):
-        """Give the engine's memory back: kv cache, weights and CUDA graphs. Weights are undefined from here on."""
-        if not self._owner:
-            return
-        if self._release:
-            for tag in ["kv_cache", "weights"] + ["cuda_graph"] * (self._device == "cuda"):
+        """Give the engine's memory back. Weights count as undefined after it, also with `rollout.release` off."""
+        if self._engine:
+            self._state = "released"
+            for tag in ("kv_cache", "weights", "cuda_graph") if self._release else ():
                 self._call(self._engine.release_memory_occupation, [tag])
-        self._state = "released"
 
     def resume(self, tag):
-        """Take memory again: "weights" before `update_weights`, "kv_cache" after it.
+        """Take memory again: "weights" before `update_weights`, "kv_cache" (and CUDA graphs) after it.
 
-        The second also drops the prefix cache, once a sync: its keys and values belong to the old weights.
+        The second also empties the prefix cache, once a sync: it holds keys and values of the old weights.
         """
-        if not self._owner:
+        if self._engine is None:
             return
-        before, after = {"weights": ("released", "resumed"), "kv_cache": ("synced", "ready")}[tag]
+        before, after, tags = {
+            "weights": ("released", "resumed", ["weights"]),
+            "kv_cache": ("synced", "ready", ["cuda_graph", "kv_cache"]),
+        }[tag]
         self._expect(before, f"resume({tag!r})")
         if self._release:
-            tags = [tag] + ["cuda_graph"] * (self._device == "cuda" and tag == "kv_cache")
             self._call(self._engine.resume_memory_occupation, tags)
         if tag == "kv_cache":
-            result = self._call(self._engine.flush_cache)
-            self._accepted((result.success, result.message))
+            self._call(self._engine.flush_cache)
         self._state = after
 
     def memory(self):
-        """Resident memory (CPU) of each engine process, in MiB, by a short name."""
-        if not self._owner:
-            return {}
-        return {f"engine_{i}": psutil.Process(p.pid).memory_info().rss / MIB for i, p in enumerate(self._processes)}
+        """MiB of resident memory of each engine process, and on GPU what others than this process hold of it."""
+        used = {f"engine_{rank}": psutil.Process(process.pid).memory_info().rss / MIB
+                for rank, process in enumerate(self._processes)}
+        if self._engine and self._device == "cuda":
+            used["engine_gpu"] = (torch.cuda.device_memory_used() - torch.cuda.memory_reserved()) / MIB
+        return used
 
     def shutdown(self):
         """End the engine and its processes. Safe to call twice."""
         engine, self._engine = self._engine, None
-        if engine is None:
-            return
-        from sglang.srt.utils import kill_process_tree
-
-        atexit.unregister(self.shutdown)
-        atexit.unregister(engine.shutdown)  # it would kill every child of this process, also those of others
-        for process in self._processes:
-            kill_process_tree(process.pid)
-            process.join()
-        engine.loop.call_soon_threadsafe(engine.loop.stop)
-        self._thread.shutdown()
-        self._state = "shut down"
+        if engine:
+            atexit.unregister(self.shutdown)
+            atexit.unregister(engine.shutdown)  # it would kill every child of this process, also those of others
+            for process in self._processes:
+                process.kill()
+                process.join()
+            engine.loop.call_soon_threadsafe(engine.loop.stop)
+            self._thread.shutdown()
+            self._state, self._processes = "shut down", []
 
     def _expect(self, state, action):
         if self._state != state:
-            order = 'resume("weights") -> update_weights -> resume("kv_cache") -> generate -> release'
-            raise RuntimeError(f"{action}: the engine is {self._state}, not {state}; the order is {order}")
-
-    @staticmethod
-    def _accepted(answer):
-        success, message = answer
-        if not success:
-            raise RuntimeError(f"the engine refused a weight update: {message}")
-
-    def _run(self, coroutine):
-        return self._call(self._engine.loop.run_until_complete, coroutine)
+            order = 'resume("weights"), update_weights, resume("kv_cache"), generate, release'
+            raise RuntimeError(f"{action}: the engine is {self._state}, not {state}. The order is {order}")
 
     def _call(self, function, *args, **kwargs):
-        """Call in the engine's thread. Raises RuntimeError as soon as an engine process is dead."""
+        """Call in the engine's thread. Raises RuntimeError when the engine refuses, or one of its processes dies."""
         future = self._thread.submit(function, *args, **kwargs)
         try:
             while not wait([future], timeout=0.5).done:
                 for process in self._processes:
                     if process.exitcode is not None:
                         raise RuntimeError(
-                            f"the engine's scheduler (pid {process.pid}) died with exit code {process.exitcode}; "
-                            "its own message, if it left one, is above (-9 is often the system out of memory)"
+                            f"engine process {process.pid} has died, exit code {process.exitcode}: its own message "
+                            "is above if it had time for one; -9 is often a machine out of memory"
                         )
-        except BaseException:  # also Ctrl-C: free the thread, or the interpreter would wait for it at exit
+        except BaseException:  # also Ctrl-C: the thread must come free, or it would hold up the end of this process
             self._state = "broken"
-            if self._engine is not None:
+            if self._engine:
                 self._engine.loop.call_soon_threadsafe(self._engine.loop.stop)
             raise
-        return future.result()
+        answer = future.result()
+        success, message = answer if isinstance(answer, tuple) else (getattr(answer, "success", True), answer)
+        if not success:
+            raise RuntimeError(f"the engine refused: {message}")
+        return answer
 
 
 def buckets(named_tensors, bucket_bytes, shared):
-    """Pack tensors into flat buffers of at most `bucket_bytes`, in the form SGLang calls "flattened_bucket".
+    """Pack tensors into flat buffers of `bucket_bytes`, in the form SGLang calls "flattened_bucket".
 
-    A larger tensor is a bucket of its own. Yields dicts; every bucket is a new buffer, because on a GPU the engine may
-    still be reading the last one. shared: make the buffer in shared memory (CPU), which saves a copy when it is sent.
+    A larger tensor is a bucket of its own. Yields dicts, each good until the next one is asked for.
+    shared (CPU): one buffer in shared memory serves all buckets, as the engine has its copy when an update
+    returns. On a GPU the engine may still be copying then, so every bucket gets memory of its own.
     """
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
 
@@ -253,11 +253,10 @@ def buckets(named_tensors, bucket_bytes, shared):
         size = tensor.nbytes
         if metadata and end + size > len(flat):
             yield {"flattened_tensor": flat, "metadata": metadata}
-            flat, metadata, end = None, [], 0
-        if flat is None:
-            flat = torch.empty(max(bucket_bytes, size), dtype=torch.uint8, device=tensor.device)
-            if shared:
-                flat.share_memory_()
+            flat, metadata, end = (flat if shared else None), [], 0
+        if flat is None or size > len(flat):
+            room = max(bucket_bytes, size)
+            flat = shared_memory(room) if shared else tensor.new_empty(room, dtype=torch.uint8)
         flat[end : end + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
         metadata.append(FlattenedTensorMetadata(name, tensor.shape, tensor.dtype, end, end + size, size))
         end = -(-(end + size) // ALIGNMENT) * ALIGNMENT
@@ -266,113 +265,82 @@ def buckets(named_tensors, bucket_bytes, shared):
         yield {"flattened_tensor": flat, "metadata": metadata}
 
 
+def shared_memory(size):
+    """Bytes (size,) that other processes can map. Not in /dev/shm, which is 64 MiB in a container by default."""
+    handle = os.memfd_create("weights")
+    os.ftruncate(handle, size)  # pages are taken when written: a small model does not pay for a large bucket
+    storage = torch.UntypedStorage._new_shared_fd_cpu(handle, size)
+    os.close(handle)
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
 def sampling_seed(seed, step, uid, sample):
-    """A seed for one response, a 63-bit hash of what it depends on. All arguments are non-negative integers."""
-    return int(np.random.SeedSequence([seed, step, uid, sample]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+    """The seed of one response: 63 bits, hashed from what it depends on, all of them non-negative integers."""
+    return int(np.random.SeedSequence([seed, step, uid, sample]).generate_state(1, np.uint64)[0]) >> 1
 
 
-def stop_token_ids(model_path, tokenizer):
-    """All ids that end a response, sorted: a chat model often has two, and the tokenizer knows only one."""
-    from transformers import AutoConfig, GenerationConfig
-
-    ids = {tokenizer.eos_token_id}
-    for kind in (AutoConfig, GenerationConfig):
-        try:
-            eos = kind.from_pretrained(model_path).eos_token_id
-        except OSError:  # no generation_config.json
-            continue
-        ids.update(eos if isinstance(eos, list) else [eos])
-    return sorted(ids - {None})
-
-
-def engine_args(model_path, rollout, device, tp, seed, max_length, trust_remote_code):
-    """SGLang's arguments for this run, `rollout.engine_args` last."""
-    args = {
+def engine_arguments(model_path, rollout, device, seed, max_length, trust_remote_code):
+    """SGLang's arguments for this run; `rollout.engine_args` has the last word."""
+    arguments = {
         "model_path": model_path,
-        "device": device,
         "trust_remote_code": trust_remote_code,
-        "load_format": "dummy",  # the first sync brings the weights, so reading them from disk would be for nothing
-        "skip_tokenizer_init": True,
-        "skip_server_warmup": True,
-        "enable_memory_saver": rollout.release and device == "cuda",
-        "sleep_on_idle": True,  # an idle scheduler would spin and hold a core of the trainer
+        "device": device,
         "dtype": rollout.dtype,
-        "tp_size": tp,
-        "context_length": max_length + 8,  # SGLang keeps a few positions for itself and shortens responses otherwise
+        "tp_size": rollout.tp,
+        "load_format": "dummy",  # a sync always comes first, so weights from disk would be read for nothing
+        "context_length": max_length + 8,  # SGLang keeps some for itself and would cut the longest responses
         "random_seed": seed,
-        "host": "127.0.0.1",
-        "log_level": "error",
+        "skip_tokenizer_init": True,
+        "sleep_on_idle": True,  # or an idle scheduler holds a core of the trainer
     }
     if device == "cpu":
         import sglang_cpu
 
-        args.update(sglang_cpu.ENGINE_ARGS)
+        arguments |= sglang_cpu.ENGINE_ARGS
     else:
-        args["base_gpu_id"] = torch.cuda.current_device()
-        args["mem_fraction_static"] = rollout.mem_fraction
+        arguments["base_gpu_id"] = torch.cuda.current_device()
+        arguments["mem_fraction_static"] = rollout.mem_fraction
+        arguments["enable_memory_saver"] = rollout.release
     if rollout.kv_tokens is not None:
-        args["max_total_tokens"] = rollout.kv_tokens
-    return {**args, **vars_of(rollout.engine_args)}
+        arguments["max_total_tokens"] = rollout.kv_tokens
+    return arguments | rollout.engine_args
 
 
-def vars_of(namespace):
-    return namespace if isinstance(namespace, dict) else vars(namespace)
+def start_engine(arguments):
+    """SGLang's Engine, with schedulers that end with this process. Blocks until it is ready, 25 to 35 s."""
+    from sglang.srt.entrypoints.engine import Engine
 
+    class IdsEngine(Engine):
+        run_scheduler_process_func = staticmethod(run_scheduler)
 
-def start_engine(args):
-    """Start SGLang's processes in a way that they end with this one. Blocks until they are ready (25 to 35 s)."""
-    environment = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
-    if args["device"] == "cpu":
+        @staticmethod
+        def _launch_detokenizer_subprocesses(**_):
+            return [], []  # there is no text, so it would only hold memory
+
+    variables = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1", "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}
+    if arguments["device"] == "cpu":
         import sglang_cpu
 
-        environment.update(sglang_cpu.ENVIRONMENT)
-    with environ(environment):
-        from sglang.srt.entrypoints.engine import Engine
-
-        if args["device"] == "cpu":
-            sglang_cpu.register()
-
-        class OwnEngine(Engine):
-            run_scheduler_process_func = staticmethod(run_scheduler)
-
-            @staticmethod
-            def _launch_detokenizer_subprocesses(**kwargs):
-                return [], []  # ids in, ids out: it would only hold memory
-
-        engine = OwnEngine(**args)
-    engine.tokenizer_manager._subprocess_watchdog.stop()  # it would end the trainer; `_call` watches instead
+        variables |= sglang_cpu.environment(arguments["tp_size"])
+    with mock.patch.dict(os.environ, variables):  # the schedulers inherit them, this process does not keep them
+        engine = IdsEngine(**arguments)
+    engine.tokenizer_manager._subprocess_watchdog.stop()  # it would kill this process; `_call` watches instead
     return engine
 
 
-@contextmanager
-def environ(values):
-    """Environment variables for the processes started inside the context."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
 def run_scheduler(server_args, port_args, *args, **kwargs):
-    """The scheduler process: SGLang's own, tied to its parent's life and to the loopback interface."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the trainer, which ends us
-    parent = multiprocessing.parent_process().pid
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die when the parent does, however it dies
-    if os.getppid() != parent:  # it was gone before we asked
-        sys.exit(1)
-    # A failed scheduler would send SIGQUIT to the trainer; dying is enough, and leaves the trainer to say why.
-    psutil.Process.send_signal = lambda self, sig: os._exit(1)
+    """A scheduler process: SGLang's own, tied to the life of the trainer and to the loopback interface."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which ends us
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != multiprocessing.parent_process().pid:  # it died before we asked
+        os._exit(1)
+    # SGLang tells the trainer of an error by SIGQUIT, which kills it. Our death says as much, see `_call`.
+    psutil.Process.send_signal = lambda process, signum: os._exit(1)
     if server_args.nnodes == 1:
-        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-        # torch's TCPStore would listen on all interfaces.
-        store = os.path.join(tempfile.gettempdir(), f"engine-{port_args.instance_id}")
-        os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{store}"
+        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        # torch's TCPStore listens on all interfaces. A file does not, and needs no free port.
+        store = port_args.rpc_ipc_name.replace("ipc://", "file://") + "-store"
+        os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = store
     if server_args.device == "cpu":
         import sglang_cpu
 

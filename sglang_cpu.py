@@ -1,25 +1,30 @@
-"""What lets SGLang 0.5.23 run without a GPU, and fast enough to train with. Delete this file on the day a CPU wheel exists.
+"""What lets SGLang 0.5.23 run without a GPU, and fast enough to train with. Delete it when a CPU wheel exists.
 
-SGLang's own CPU engine needs kernels that are on no package index, so we run its plain PyTorch path and replace, in the
-scheduler process only, the few things in it that ask for CUDA (`patch`). Nothing here is used on GPUs.
+SGLang's own CPU engine needs kernels that are on no package index. So its plain PyTorch path runs, and the few
+things in it that ask for CUDA, or are slow, are replaced in the scheduler process. Nothing here serves GPUs.
 """
 
 import ctypes
+import gc
+import math
+import mmap
 import os
 import sys
-import types
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from types import SimpleNamespace
 
+import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from sglang.srt.arg_groups import choices
+from sglang.srt.layers.attention.attention_registry import register_attention_backend
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter, _TorchMemorySaverAdapterNoop
+from torch.nn.functional import pad, scaled_dot_product_attention
 
-BACKEND = "batched_cpu"
-
-# The engine's processes inherit these. Dynamo would ask for a CUDA device; pynccl switches itself off without its library.
-ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1", "SGLANG_NCCL_SO_PATH": "/nonexistent"}
+BACKENDS = ["batched_cpu", "torch_native"]  # ours and SGLang's
 
 ENGINE_ARGS = {
-    "attention_backend": BACKEND,
+    "attention_backend": "batched_cpu",
     "sampling_backend": "pytorch",
     "enable_deterministic_inference": True,  # without it SGLang ignores the seeds of the requests
     "disable_cuda_graph": True,
@@ -27,105 +32,117 @@ ENGINE_ARGS = {
     "max_total_tokens": 32768,
 }
 
+choices.add_attention_backend_choices(BACKENDS[:1])
+choices.add_deterministic_attention_backend_choices(BACKENDS)
+choices.add_radix_supported_deterministic_attention_backend_choices(BACKENDS)
 
-def register():
-    """Make SGLang accept our attention backend; needed in every process that reads or checks the engine's arguments."""
-    from sglang.srt.arg_groups import choices
-    from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
-    choices.add_attention_backend_choices([BACKEND])
-    choices.add_deterministic_attention_backend_choices([BACKEND])
-    choices.add_radix_supported_deterministic_attention_backend_choices([BACKEND])
-    register_attention_backend(BACKEND)(_attention_backend)
+def environment(tp):
+    """Environment variables for the engine's processes, `tp` of which share the cores."""
+    return {
+        "TORCHDYNAMO_DISABLE": "1",  # it would ask for a CUDA device
+        "SGLANG_NCCL_SO_PATH": "/nonexistent",  # so pynccl switches itself off, and gloo does its work
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join("0" * tp),  # asked for; only the missing kernels would obey
+        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // tp)),  # Ray sets 1
+        # Threads that spin while they wait make small products up to 20 times slower on a busy machine.
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
 
 
 def patch():
-    """Change SGLang in this process, a scheduler, before it is started."""
-    # Imported wherever there is no CUDA, called nowhere.
-    package, module = types.ModuleType("vllm"), types.ModuleType("vllm._custom_ops")
-    module.rotary_embedding = None
-    sys.modules.update({"vllm": package, "vllm._custom_ops": module})
-    # A CUDA build of torch answers torch.cuda here, which cannot be synchronised without a driver.
-    torch.get_device_module = lambda device=None: torch.cpu
-
-    import sglang.srt.batch_invariant_ops
+    """Change SGLang in this process, which is about to become a scheduler."""
+    from sglang.srt import batch_invariant_ops
     from sglang.srt.layers import sampler
-    from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 
-    sglang.srt.batch_invariant_ops.enable_batch_invariant_mode = lambda: None  # Triton kernels
-    sampler.multinomial_with_seed = draw
+    # Imported where there is no CUDA, never called.
+    sys.modules["vllm._custom_ops"] = sys.modules["vllm"] = SimpleNamespace(rotary_embedding=None)
+    # A CUDA build of torch answers torch.cuda, whose synchronize() fails without a driver.
+    torch.get_device_module = lambda device=None: torch.cpu
+    batch_invariant_ops.enable_batch_invariant_mode = lambda: None  # Triton kernels
+    sampler.sampling_from_probs_torch = lambda probs, sampling_seed, positions: draw(
+        probs, sampling_seed, positions
+    ).view(-1)
+    sampler.multinomial_with_seed = lambda logprobs, seeds, positions: draw(logprobs.exp(), seeds, positions)
     saver = PageSaver()
     TorchMemorySaverAdapter.create = staticmethod(lambda enable: saver)
-    register()
 
 
-def draw(logprobs, seeds, positions):
-    """One token a row of logprobs (B, V), decided by the request's seed and position alone: Gumbel-max. Returns (B, 1)."""
-    tokens = []
-    for row, seed, position in zip(logprobs, seeds.tolist(), positions.tolist()):
-        generator = torch.Generator().manual_seed((seed * 1_000_003 + position) % 2**63)
-        noise = torch.empty_like(row).exponential_(generator=generator)
-        tokens.append((row - noise.log()).argmax())
-    return torch.stack(tokens)[:, None]
+def draw(probs, seeds, positions):
+    """Sample a token for each row of probs (B, V), by the seed and position (B,) of its request alone: (B, 1).
+
+    First a block of the vocabulary is drawn, then a token in it, each by exponential races: argmax p / E, which is
+    Gumbel-max. That takes 2 sqrt(V) random numbers a row. An inverse CDF takes one, but its thresholds move with
+    the rounding of the batch that a row happens to be in, and the winner of a race hardly ever does.
+    """
+    batch, vocab = probs.shape
+    side = math.isqrt(vocab - 1) + 1
+    blocks = pad(probs, (0, side * side - vocab)).view(batch, side, side)
+    keys = torch.stack([seeds, positions], dim=1).numpy().astype(np.uint64)
+    races = [np.random.Generator(np.random.Philox(key=key)).standard_exponential((2, side)) for key in keys]
+    races = torch.from_numpy(np.stack(races))  # (B, 2, side)
+    block = (blocks.sum(-1) / races[:, 0]).argmax(-1)
+    token = (blocks[torch.arange(batch), block] / races[:, 1]).argmax(-1)
+    return (block * side + token)[:, None]
 
 
-class PageSaver:
-    """torch_memory_saver's idea on CPU: keep the virtual addresses, give the physical pages back to the system.
+@register_attention_backend("batched_cpu")
+class BatchedAttention(TorchNativeAttnBackend):
+    """torch_native attends one request after the other; here all requests with one new token go together.
 
-    After `pause` and `resume` a region reads as zeros.
+    Those are decode steps and prompts from the prefix cache. Other prompts take the parent's way.
     """
 
-    enabled = True
+    def init_forward_metadata(self, batch):
+        super().init_forward_metadata(batch)
+        self.slots = None
+        if batch.forward_mode.is_decode() or batch.extend_num_tokens == batch.batch_size:
+            seen = torch.arange(int(batch.seq_lens.max())) < batch.seq_lens[:, None]  # (B, longest)
+            slots = self.req_to_token_pool.req_to_token[batch.req_pool_indices, : seen.shape[1]]
+            self.slots = slots.where(seen, 0)  # (B, longest) rows of the kv cache
+            self.mask = seen[:, None, None]  # (B, 1, 1, longest)
+
+    def _run_sdpa_forward_decode(self, *args, **options):
+        return self._attend(super()._run_sdpa_forward_decode, args, options)
+
+    def _run_sdpa_forward_extend(self, *args, **options):
+        return self._attend(super()._run_sdpa_forward_extend, args, options)
+
+    def _attend(self, one_by_one, args, options):
+        special = options["is_cross_attn"] or options["sliding_window_size"] is not None
+        if self.slots is None or special:
+            return one_by_one(*args, **options)
+        query, output, k_cache, v_cache = args[:4]  # (B, heads, D) twice, (slots, kv heads, D) twice
+        # The query heads that share a kv head are the rows of one attention: (B, kv heads, rows, D)
+        query = query.view(len(query), k_cache.shape[1], -1, query.shape[2])
+        key, value = (cache[self.slots].transpose(1, 2).to(query.dtype) for cache in (k_cache, v_cache))
+        out = scaled_dot_product_attention(query, key, value, attn_mask=self.mask, scale=options["scaling"])
+        return output.copy_(out.reshape(output.shape))
+
+
+class PageSaver(_TorchMemorySaverAdapterNoop):
+    """torch_memory_saver's idea on CPU: keep the addresses, give the physical pages back. They return as zeros."""
 
     def __init__(self):
-        self._regions = {}  # tag: {address: size in bytes}
+        self._storages = {}  # tag: {address: storage}
         self._madvise = ctypes.CDLL(None, use_errno=True).madvise
         self._madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
     @contextmanager
     def region(self, tag, enable_cpu_backup=False):
-        with _Recorder(self._regions.setdefault(tag, [])):
-            yield
+        before = living_storages()
+        yield
+        made = {address: s for address, s in living_storages().items() if address not in before}
+        self._storages.setdefault(tag, {}).update(made)
 
     def pause(self, tag):
-        page, dont_need = os.sysconf("SC_PAGE_SIZE"), 4
-        for storage in self._regions.get(tag, []):
-            start = -(-storage.data_ptr() // page) * page  # whole pages inside the tensor: its neighbours keep theirs
-            size = (storage.data_ptr() + storage.nbytes()) // page * page - start
-            if size > 0 and self._madvise(start, size, dont_need):
-                raise OSError(ctypes.get_errno(), "madvise refused to release the engine's memory")
-
-    def resume(self, tag):
-        pass
-
-    def check_validity(self, caller_name):
-        pass
-
-    def configure_subprocess(self):
-        return nullcontext()
-
-    disable = cuda_graph = configure_subprocess
+        for address, storage in self._storages.get(tag, {}).items():
+            start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE  # whole pages: the edges have other tenants
+            size = (address + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE - start
+            if size > 0 and self._madvise(start, size, mmap.MADV_DONTNEED):
+                raise OSError(ctypes.get_errno(), "madvise did not release the engine's memory")
 
 
-class _Recorder(TorchDispatchMode):
-    """Collects the storages of tensors made inside the context."""
-
-    def __init__(self, storages):
-        super().__init__()
-        self._storages = storages
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and function._schema.name.startswith("aten::") and not args_share(out, args):
-            self._storages.append(out.untyped_storage())
-        return out
-
-
-def args_share(out, args):
-    return any(isinstance(a, torch.Tensor) and a.untyped_storage().data_ptr() == out.untyped_storage().data_ptr() for a in args)
-
-
-def _attention_backend(runner):
-    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-
-    return TorchNativeAttnBackend(runner)
+def living_storages():
+    """The storage of every tensor of this process, by address."""
+    tensors = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)]
+    return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
