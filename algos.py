@@ -29,16 +29,17 @@ def options_of(fn):
 @torch.no_grad()
 def advantage(name, batch, options):
     """(advantages, returns), both [B, T], of estimator `name`, which gets what it reads of the dicts `batch`
-    (token_level_rewards, response_mask and INPUTS) and `options`.
+    (tensors: token_level_rewards, response_mask and INPUTS) and `options`.
 
     A row without a score (NaN) or without a trained token is in no statistic and gets advantage 0."""
-    unscored = batch["token_level_rewards"].isnan().any(-1, keepdim=True)  # (B, 1)
-    mask = batch["response_mask"].masked_fill(unscored, 0.0)
-    rewards = batch["token_level_rewards"].masked_fill(unscored, 0.0)
-    known = {**batch, **options, "token_level_rewards": rewards, "response_mask": mask}
     read = inspect.signature(ADVANTAGES[name]).parameters
-    results = ADVANTAGES[name](**{key: known[key] for key in read if key in known})
-    return tuple(result.masked_fill(mask == 0, 0.0) for result in results)
+    batch = {key: tensor for key, tensor in batch.items() if key in read}
+    counted = ~batch["token_level_rewards"].sum(-1).isnan() & (batch["response_mask"].sum(-1) > 0)
+    if not counted.all():
+        results = advantage(name, {key: tensor[counted] for key, tensor in batch.items()}, options)
+        full, rows = torch.zeros_like(batch["response_mask"]), counted.nonzero().squeeze(-1)
+        return tuple(full.index_copy(0, rows, result) for result in results)
+    return ADVANTAGES[name](**batch, **{key: value for key, value in options.items() if key in read})
 
 
 def policy_loss(name, log_prob, old_log_prob, advantages, response_mask, options, rollout_weights=None):
@@ -61,31 +62,34 @@ def policy_loss(name, log_prob, old_log_prob, advantages, response_mask, options
 
 
 def masked_mean(x, mask, dim=None):
-    """Mean of x where mask is 1: of everything (a scalar) or along `dim` (kept). 0 where there is nothing."""
-    total = x.masked_fill(mask == 0, 0.0).sum(dim, keepdim=dim is not None, dtype=torch.float64)
-    return (total / mask.sum(dim, keepdim=dim is not None).clamp(min=1)).to(x.dtype)
+    """Mean of x, weighted by mask (0 or 1, or any weights): of all x, or along `dim` (kept); 0 of nothing."""
+    keepdim = dim is not None
+    return (x * mask).sum(dim, keepdim=keepdim) / mask.sum(dim, keepdim=keepdim).clamp(min=1)
 
 
-def masked_variance(x, mask):
-    """Unbiased variance of x where mask is 1; 0 if that is fewer than two positions."""
-    n = mask.sum()
-    return masked_mean((x - masked_mean(x, mask)).square(), mask) * n / (n - 1).clamp(min=1)
+def masked_moments(x, mask):
+    """(mean, unbiased variance) of x, weighted by mask; scalars. The variance of less than two is 0."""
+    mean = masked_mean(x, mask)
+    return mean, ((x - mean).square() * mask).sum() / (mask.sum() - 1).clamp(min=1)
 
 
 def whiten(x, mask):
-    """x with mean 0 and standard deviation 1 over the positions where mask is 1."""
-    return (x - masked_mean(x, mask)) * torch.rsqrt(masked_variance(x, mask) + 1e-8)
+    """x shifted and scaled to mean 0 and standard deviation 1, weighted by mask."""
+    mean, variance = masked_moments(x, mask)
+    return (x - mean) * torch.rsqrt(variance + 1e-8)
 
 
-def reverse_scan(x, mask, rate):
-    """y_t = x_t + rate * y_(t+1) along T, from the last position to the first; [B, T]. The rate applies on
-    leaving a trained position only, so that the sum passes over masked ones as if they were not there."""
-    y = x.t().clone(memory_format=torch.contiguous_format)  # (T, B): one step's vector is contiguous
-    decay = torch.ones_like(y).masked_fill(mask.t() > 0, rate)
-    steps, decays = y.unbind(0), decay.unbind(0)
-    for t in range(len(steps) - 2, -1, -1):
-        steps[t].addcmul_(decays[t + 1], steps[t + 1])
-    return y.t().contiguous()
+def advantages_backwards(rewards, values, mask, gamma, lam):
+    """A_t = r_t + gamma V_next - V_t + gamma lam A_next, from the last trained token to the first, where
+    "next" is the next trained token; all [B, T], 0 where masked. With values 0 and lam 1 it is the discounted
+    return. A reward on a masked position, say at the end of tool text, goes to the trained token before it."""
+    rewards, values, trained = (x.t().contiguous() for x in (rewards, values, mask > 0))  # (T, B)
+    advantages, ahead = torch.empty_like(rewards), torch.zeros_like(rewards[0])
+    for t in range(len(rewards) - 1, -1, -1):
+        q = rewards[t] + ahead  # what a token here leads to
+        advantages[t] = q - values[t]
+        ahead = torch.where(trained[t], gamma * (values[t] + lam * advantages[t]), q)
+    return advantages.masked_fill_(~trained, 0.0).t().contiguous()
 
 
 def group_reduce(x, group, how, start=0.0):
@@ -96,59 +100,52 @@ def group_reduce(x, group, how, start=0.0):
     return x.new_full((len(ids),), start).scatter_reduce(0, index, x, how)[index]
 
 
-def group_statistics(token_level_rewards, response_mask, group):
+def group_statistics(token_level_rewards, group):
     """Each row's score (the sum of its rewards), and the mean, unbiased standard deviation and number of its
-    group's scores; all [B]. A row without a trained token has score NaN and is left out. A row alone in its
-    group has mean 0 and deviation 1, as in verl. float64, where the mean of equal float32 scores is exactly
-    that score: a group without differences gets advantage 0, not rounding divided by rounding."""
-    scores = token_level_rewards.sum(-1, dtype=torch.float64)
-    scores = scores.masked_fill(response_mask.sum(-1) == 0, torch.nan)
-    n = group_reduce((~scores.isnan()).double(), group, "sum")
-    mean = (group_reduce(scores, group, "sum") / n.clamp(min=1)).masked_fill(n < 2, 0.0)
+    group's scores; all [B]. A row alone in its group has mean 0 and deviation 1, as in verl. In float64 the
+    mean of equal float32 scores is exactly that score: a group without differences gets advantage 0, not
+    rounding divided by rounding."""
+    scores = token_level_rewards.sum(-1).double()
+    n = group_reduce(torch.ones_like(scores), group, "sum")
+    mean = (group_reduce(scores, group, "sum") / n).masked_fill(n < 2, 0.0)
     variance = group_reduce((scores - mean).square(), group, "sum") / (n - 1).clamp(min=1)
     return scores, mean, variance.sqrt().masked_fill(n < 2, 1.0), n
 
 
 def per_token(row_values, response_mask):
-    """[B] to (advantages, returns), both [B, T]: every token of a response gets the response's value."""
-    spread = row_values.to(response_mask.dtype).unsqueeze(-1).expand_as(response_mask)
+    """[B] to (advantages, returns), both [B, T]: each trained token of a response gets the response's value."""
+    spread = row_values.float().unsqueeze(-1) * response_mask
     return spread, spread
 
 
 # ------------------------------------------------------- advantages: (advantages, returns), both [B, T]
-# token_level_rewards [B, T]: a reward on a masked position belongs to the trained token before it.
-# group [B] tells which responses answer the same prompt. `advantage` sets masked positions of the result to 0.
+# token_level_rewards [B, T]; group [B] tells which responses answer the same prompt. `advantage` sees to it
+# that every row has a score and a trained token. Results are 0 where masked.
 
 
 def gae(token_level_rewards, response_mask, *, values, gamma, lam):
     """Generalized Advantage Estimation (arXiv 1506.02438), whitened. values [B, T] are the critic's; before
     whitening the advantages are returns - values."""
-    values = values.masked_fill(response_mask == 0, 0.0)
-    following = torch.nn.functional.pad(values[:, 1:], (0, 1))
-    next_values = reverse_scan(following, response_mask, 0.0)  # V of the next trained token, 0 after the last
-    delta = token_level_rewards + (gamma * next_values - values) * response_mask
-    advantages = reverse_scan(delta, response_mask, gamma * lam)
-    return whiten(advantages, response_mask), advantages + values
+    advantages = advantages_backwards(token_level_rewards, values, response_mask, gamma, lam)
+    return whiten(advantages, response_mask) * response_mask, (advantages + values) * response_mask
 
 
 def reinforce_plus_plus(token_level_rewards, response_mask, *, gamma):
     """REINFORCE++ (arXiv 2501.03262): the discounted return from each token on, whitened over the batch."""
-    returns = reverse_scan(token_level_rewards, response_mask, gamma)
-    return whiten(returns, response_mask), returns
+    no_values = torch.zeros_like(token_level_rewards)
+    returns = advantages_backwards(token_level_rewards, no_values, response_mask, gamma, 1.0)
+    return whiten(returns, response_mask) * response_mask, returns
 
 
 def reinforce_plus_plus_baseline(token_level_rewards, response_mask, *, group):
     """REINFORCE++-baseline (arXiv 2501.03262): score - group mean, whitened over the batch's tokens."""
-    scores, mean, _, _ = group_statistics(token_level_rewards, response_mask, group)
-    centred, _ = per_token(scores - mean, response_mask)
-    advantages = whiten(centred, response_mask)
-    return advantages, advantages
+    scores, mean, _, _ = group_statistics(token_level_rewards, group)
+    return per_token(whiten(scores - mean, response_mask.sum(-1)), response_mask)
 
 
 def grpo(token_level_rewards, response_mask, *, group, norm_adv_by_std, epsilon=1e-6):
-    """GRPO (arXiv 2402.03300): (score - group mean) / group std; without the division Dr. GRPO
-    (2503.20783)."""
-    scores, mean, std, _ = group_statistics(token_level_rewards, response_mask, group)
+    """GRPO (arXiv 2402.03300): (score - group mean) / group std; undivided it is Dr. GRPO (2503.20783)."""
+    scores, mean, std, _ = group_statistics(token_level_rewards, group)
     advantages = scores - mean
     if norm_adv_by_std:
         advantages = advantages / (std + epsilon)
@@ -158,7 +155,7 @@ def grpo(token_level_rewards, response_mask, *, group, norm_adv_by_std, epsilon=
 def grpo_passk(token_level_rewards, response_mask, *, group, norm_adv_by_std, epsilon=1e-6):
     """Pass@k (arXiv 2503.19595): a group's best response gets its lead over the second best, the others 0.
     If two share the lead, or for a response alone in its group (which verl refuses), that is 0."""
-    scores, _, std, n = group_statistics(token_level_rewards, response_mask, group)
+    scores, _, std, n = group_statistics(token_level_rewards, group)
     best = scores == group_reduce(scores, group, "amax", -torch.inf)
     lead = scores - group_reduce(scores.masked_fill(best, -torch.inf), group, "amax", -torch.inf)
     leads = best & (group_reduce(best.double(), group, "sum") == 1) & (n > 1)
@@ -169,15 +166,14 @@ def grpo_passk(token_level_rewards, response_mask, *, group, norm_adv_by_std, ep
 
 
 def rloo(token_level_rewards, response_mask, *, group):
-    """RLOO (arXiv 2402.14740): score - mean of the group's others, which is n / (n - 1) (score - group
-    mean)."""
-    scores, mean, _, n = group_statistics(token_level_rewards, response_mask, group)
+    """RLOO (arXiv 2402.14740): score - mean of the group's others, or n / (n - 1) (score - group mean)."""
+    scores, mean, _, n = group_statistics(token_level_rewards, group)
     return per_token((scores - mean) * n / (n - 1).clamp(min=1), response_mask)
 
 
 def opo(token_level_rewards, response_mask, *, group):
     """OPO (arXiv 2505.23585): score - group mean weighted by length in trained tokens."""
-    scores, _, _, n = group_statistics(token_level_rewards, response_mask, group)
+    scores, _, _, n = group_statistics(token_level_rewards, group)
     length = response_mask.sum(-1).double()
     baseline = group_reduce(length * scores, group, "sum") / group_reduce(length, group, "sum")
     return per_token(scores - baseline.masked_fill(n < 2, 0.0), response_mask)
@@ -186,16 +182,15 @@ def opo(token_level_rewards, response_mask, *, group):
 def gpg(token_level_rewards, response_mask, *, group):
     """GPG (arXiv 2504.02546): alpha (score - group mean). The paper's alpha is batch size over the number of
     responses that have a gradient; verl, and so we, count the responses whose score is not 0."""
-    scores, mean, _, _ = group_statistics(token_level_rewards, response_mask, group)
-    alpha = (~scores.isnan()).sum() / scores.nan_to_num().count_nonzero().clamp(min=1)
+    scores, mean, _, _ = group_statistics(token_level_rewards, group)
+    alpha = len(scores) / scores.count_nonzero().clamp(min=1)
     return per_token(alpha * (scores - mean), response_mask)
 
 
 def remax(token_level_rewards, response_mask, *, reward_baselines):
-    """ReMax (arXiv 2310.10505): return - score of the greedy answer to the same prompt, reward_baselines
-    [B]."""
-    returns = reverse_scan(token_level_rewards, response_mask, 1.0)
-    return returns - reward_baselines.unsqueeze(-1), returns
+    """ReMax (arXiv 2310.10505): return - reward_baselines [B], the score of a greedy answer to the prompt."""
+    returns = token_level_rewards.flip(-1).cumsum(-1).flip(-1) * response_mask
+    return returns - reward_baselines.unsqueeze(-1) * response_mask, returns
 
 
 ADVANTAGES = {fn.__name__: fn for fn in (gae, grpo, grpo_passk, rloo, opo, gpg, remax, reinforce_plus_plus,
@@ -207,8 +202,7 @@ ADVANTAGES = {fn.__name__: fn for fn in (gae, grpo, grpo_passk, rloo, opo, gpg, 
 
 
 def log_ratio(log_prob, old_log_prob, mask):
-    """log(pi / pi_old) per token [B, T], 0 where masked; clamped before exp, so value and gradient are
-    finite."""
+    """log(pi / pi_old) [B, T], 0 where masked; clamped before any exp, so value and gradient are finite."""
     return (log_prob - old_log_prob).masked_fill(mask == 0, 0.0).clamp(-20.0, 20.0)
 
 
@@ -223,7 +217,7 @@ def ppo(log_prob, old_log_prob, advantages, response_mask, *, clip_ratio_low, cl
     """PPO (arXiv 1707.06347) with separate bounds (DAPO, 2503.14476) and dual clip (1912.09729)."""
     difference = log_ratio(log_prob, old_log_prob, response_mask)
     loss, clipped = clipped_surrogate(difference.exp(), advantages, clip_ratio_low, clip_ratio_high)
-    limit = torch.where(advantages < 0, -advantages * clip_ratio_c, torch.inf)
+    limit = clip_ratio_c * advantages.abs()  # no loss of a positive advantage comes near it
     metrics = {"ppo_kl": -difference, "clipfrac": clipped, "clipfrac_lower": (loss > limit).float()}
     return torch.minimum(loss, limit), metrics
 
@@ -238,8 +232,7 @@ def gspo(log_prob, old_log_prob, advantages, response_mask, *, clip_ratio_low, c
 
 
 def cispo(log_prob, old_log_prob, advantages, response_mask, *, clip_ratio_low, clip_ratio_high):
-    """CISPO (MiniMax-M1, arXiv 2506.13585): REINFORCE weighted by the clipped ratio, which has no
-    gradient."""
+    """CISPO (MiniMax-M1, arXiv 2506.13585): REINFORCE weighted by the clipped ratio, without its gradient."""
     difference = log_ratio(log_prob, old_log_prob, response_mask)
     ratio = difference.detach().exp()
     weight = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
@@ -281,10 +274,9 @@ def covariance(log_prob, advantages, response_mask):
 
 
 def largest(x, share, response_mask):
-    """1 at the largest x [B, T], as many as are `share` of the trained tokens but at least one; never at
-    -inf."""
+    """1 at the largest x [B, T], for a share of the trained tokens but at least one; never where x is -inf."""
     count = max(1, int(share * int(response_mask.sum())))
-    chosen = torch.zeros_like(x).view(-1).index_fill(0, x.view(-1).topk(count).indices, 1.0)
+    chosen = torch.zeros_like(x).flatten().index_fill(0, x.flatten().topk(count).indices, 1.0)
     return chosen.view_as(x) * (x > -torch.inf)
 
 
@@ -320,8 +312,7 @@ POLICY_LOSSES = {"ppo": ppo, "gspo": gspo, "cispo": cispo, "gpg": gpg_loss, "geo
 
 def normaliser(masks, loss_scale=1.0):
     """What `aggregate` divides by, counted over a whole mini-batch: masks is [B, T] or a list of 1-D masks. A
-    sequence without a trained token does not count. On several ranks add up tokens and sequences before
-    use."""
+    sequence without a trained token does not count. On several ranks add up tokens and sequences first."""
     lengths = torch.stack([mask.sum() for mask in masks])
     return {"tokens": float(lengths.sum()), "sequences": float((lengths > 0).sum()), "loss_scale": loss_scale}
 
@@ -377,8 +368,7 @@ def apply_kl_penalty(token_level_scores, token_kl, response_mask, kl_coef):
 
 
 def kl_controller(kl_coef, observed, n, kl_target, kl_horizon):
-    """kl_coef after n responses of mean KL `observed` (adaptive: arXiv 1909.08593); kl_target None keeps
-    it."""
+    """kl_coef after n responses of mean KL `observed` (adaptive, arXiv 1909.08593); fixed without kl_target."""
     if kl_target is None:
         return kl_coef
     error = min(max(observed / kl_target - 1, -0.2), 0.2)
@@ -393,9 +383,9 @@ def value_loss(values, old_values, returns, response_mask, cliprange_value):
 
 
 def explained_variance(values, returns, response_mask):
-    """1 - Var(returns - values) / Var(returns): 1 is a perfect critic, 0 a constant, NaN if returns are
-    one."""
-    return 1 - masked_variance(returns - values, response_mask) / masked_variance(returns, response_mask)
+    """1 - Var(returns - values) / Var(returns): 1 is a perfect critic, 0 a constant, NaN: constant returns."""
+    _, variance = masked_moments(returns, response_mask)
+    return 1 - masked_moments(returns - values, response_mask)[1] / variance
 
 
 ROLLOUT_CORRECTIONS = ("off", "token", "sequence", "token-mask", "sequence-mask")
