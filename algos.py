@@ -82,7 +82,7 @@ def whiten(x, mask):
 def advantages_backwards(rewards, values, mask, gamma, lam):
     """A_t = r_t + gamma V_next - V_t + gamma lam A_next, from the last trained token to the first, where
     "next" is the next trained token; all [B, T], 0 where masked. With values 0 and lam 1 it is the discounted
-    return. A reward on a masked position, say at the end of tool text, goes to the trained token before it."""
+    return. A reward on a masked position (tool text) goes to the trained token before it."""
     rewards, values, trained = (x.t().contiguous() for x in (rewards, values, mask > 0))  # (T, B)
     advantages, ahead = torch.empty_like(rewards), torch.zeros_like(rewards[0])
     for t in range(len(rewards) - 1, -1, -1):
@@ -113,7 +113,7 @@ def group_statistics(token_level_rewards, group):
 
 
 def per_token(row_values, response_mask):
-    """[B] to (advantages, returns), both [B, T]: each trained token of a response gets the response's value."""
+    """[B] to (advantages, returns), both [B, T]: the trained tokens of a response get its value."""
     spread = row_values.float().unsqueeze(-1) * response_mask
     return spread, spread
 
@@ -274,7 +274,7 @@ def covariance(log_prob, advantages, response_mask):
 
 
 def largest(x, share, response_mask):
-    """1 at the largest x [B, T], for a share of the trained tokens but at least one; never where x is -inf."""
+    """1 at the largest x [B, T]: as many as a share of the trained tokens, at least one; never at -inf."""
     count = max(1, int(share * int(response_mask.sum())))
     chosen = torch.zeros_like(x).flatten().index_fill(0, x.flatten().topk(count).indices, 1.0)
     return chosen.view_as(x) * (x > -torch.inf)
@@ -368,7 +368,7 @@ def apply_kl_penalty(token_level_scores, token_kl, response_mask, kl_coef):
 
 
 def kl_controller(kl_coef, observed, n, kl_target, kl_horizon):
-    """kl_coef after n responses of mean KL `observed` (adaptive, arXiv 1909.08593); fixed without kl_target."""
+    """kl_coef after n responses of mean KL `observed` (arXiv 1909.08593); without kl_target it is fixed."""
     if kl_target is None:
         return kl_coef
     error = min(max(observed / kl_target - 1, -0.2), 0.2)
@@ -383,7 +383,7 @@ def value_loss(values, old_values, returns, response_mask, cliprange_value):
 
 
 def explained_variance(values, returns, response_mask):
-    """1 - Var(returns - values) / Var(returns): 1 is a perfect critic, 0 a constant, NaN: constant returns."""
+    """1 - Var(returns - values) / Var(returns): 1 is a perfect critic, 0 a constant one."""
     _, variance = masked_moments(returns, response_mask)
     return 1 - masked_moments(returns - values, response_mask)[1] / variance
 

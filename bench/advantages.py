@@ -1,13 +1,16 @@
-"""How fast the advantage estimators are: `python bench/advantages.py [responses] [tokens]` (default 4096 2048).
+"""How fast the advantage estimators are: `python bench/advantages.py [responses] [tokens]` (default 4096
+2048).
 
-Each estimator of algos.py against the same method written the obvious way: one response at a time, in plain Python
-with numbers, as a reader of the paper would, on one thread. "loop" is the loop alone, from lists of numbers to lists
-of numbers; "tensors" is with the way from tensors and back, which a caller has to pay too. Such loops take seconds, so
-they run on the first 256 responses (whole groups of 8), their time is multiplied up, and their result is compared with
-ours. Most of our own time goes into getting the memory of the result, not into the formula.
+Each estimator of algos.py against the same method written the obvious way: one response at a time, in plain
+Python with numbers, as a reader of the paper would, on one thread. "loop" is the loop alone, from lists of
+numbers to lists of numbers; "tensors" is with the way from tensors and back, which a caller has to pay too.
+Such loops take seconds, so they run on the first 256 responses (whole groups of 8), their time is multiplied
+up, and their result is compared with ours. Most of our own time goes into getting the memory of the result,
+not into the formula.
 
-GAE must go through the tokens one by one. What it cannot do without is reading its three inputs T times, a column at
-a time, as they are given ([B, T], so a column is strided). That time is printed beside GAE's; the target is 3 times it.
+GAE must go through the tokens one by one. What it cannot do without is reading its three inputs T times, a
+column at a time, as they are given ([B, T], so a column is strided). That time is printed beside GAE's; the
+target is 3 times it.
 """
 import inspect
 import pathlib
@@ -139,7 +142,7 @@ def main():
         print()
     inputs = [batch[key] for key in ("token_level_rewards", "values", "response_mask")]
     reading, _ = seconds(lambda: read_columns(*inputs), 5)
-    print(f"gae takes {times['gae'] / reading:.2f} times the {reading * 1e3:.0f} ms of reading its inputs by column")
+    print(f"gae takes {times['gae'] / reading:.2f} times the {reading * 1e3:.0f} ms of reading its inputs")
 
 
 if __name__ == "__main__":

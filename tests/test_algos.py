@@ -1,5 +1,7 @@
-"""Formulas of algos.py by their values. The numbers of the tests named fault_NN are those of a list of faults that
-other systems of this kind have had (statistics over the wrong set, leaks from padding, means of means, ...)."""
+"""Formulas of algos.py by their values. The numbers of the tests named fault_NN are those of a list of faults
+that other systems of this kind have had (statistics over the wrong set, leaks from padding, means of means,
+...).
+"""
 import math
 
 import pytest
@@ -9,8 +11,9 @@ import algos
 
 X = 99.0  # stands on masked positions, where nothing may look
 OPTIONS = {"gamma": 0.9, "lam": 0.8, "norm_adv_by_std": True}
-LOSS_OPTIONS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 3.0, "tau_pos": 1.0, "tau_neg": 1.05,
-                "kl_cov_ratio": 0.2, "ppo_kl_coef": 1.0, "clip_cov_ratio": 1.0, "clip_cov_lb": 0.1, "clip_cov_ub": 5.0}
+LOSS_OPTIONS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 3.0, "tau_pos": 1.0,
+                "tau_neg": 1.05, "kl_cov_ratio": 0.2, "ppo_kl_coef": 1.0, "clip_cov_ratio": 1.0,
+                "clip_cov_lb": 0.1, "clip_cov_ub": 5.0}
 CHOOSE_WITHIN_A_MICRO_BATCH = {"kl_cov", "clip_cov"}  # as documented, and as in verl
 
 
@@ -19,7 +22,8 @@ def T(*rows):
 
 
 def close(ours, expected, atol=2e-4):
-    torch.testing.assert_close(torch.as_tensor(ours), torch.as_tensor(expected), rtol=0, atol=atol, check_dtype=False)
+    ours, expected = torch.as_tensor(ours), torch.as_tensor(expected)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=atol, check_dtype=False)
 
 
 def outcome(name, scores, group=None, mask=None, **options):
@@ -46,7 +50,8 @@ def random_batch(seed, B=12, length=9):
     mask[:, 0] = 1
     mask[: B // 2, length - 3:] = 0
     rewards = torch.randn(B, length, generator=g) * mask
-    return {"token_level_rewards": rewards, "response_mask": mask, "values": torch.randn(B, length, generator=g),
+    return {"token_level_rewards": rewards, "response_mask": mask,
+            "values": torch.randn(B, length, generator=g),
             "reward_baselines": torch.randn(B, generator=g), "group": torch.tensor([5, -1, 7] * (B // 3))}
 
 
@@ -57,7 +62,7 @@ def compacted(batch):
     return {key: pad(x.gather(-1, order), (0, 5)) if x.dim() == 2 else x for key, x in batch.items()}, order
 
 
-# ------------------------------------------------------------------------------------------------- advantages
+# ------------------------------------------------------- advantages
 
 
 def test_fault_12_a_missing_score_is_left_out():
@@ -101,7 +106,8 @@ def test_fault_14_no_differences_no_advantage():
 def test_fault_15_returns_pass_over_observations():
     mask, rewards = T([1, 1, 0, 0, 1, 1]), T([0, 0, 0, 0, 0, 1.0])
     close(returns_of("reinforce_plus_plus", rewards, mask, gamma=1.0), T([1, 1, 0, 0, 1, 1]))
-    close(returns_of("reinforce_plus_plus", rewards, mask, gamma=0.9), T([0.729, 0.81, 0, 0, 0.9, 1]), atol=1e-6)
+    returns = returns_of("reinforce_plus_plus", rewards, mask, gamma=0.9)
+    close(returns, T([0.729, 0.81, 0, 0, 0.9, 1]), atol=1e-6)
     mask = T([1, 0, 0, 1])
     rewards = algos.apply_kl_penalty(torch.zeros(1, 4), T([1, X, X, 1]), mask, 1.0)
     close(returns_of("reinforce_plus_plus", rewards, mask, gamma=0.9)[0, 0], -1.9, atol=1e-6)
@@ -116,8 +122,8 @@ def test_fault_16_gae_bootstraps_from_trained_tokens_only():
     returns, advantages = raw(T([0, 0, 0, 0, 1]), T([0.1, 0.2, 5, 5, 0.4]), T([1, 1, 0, 0, 1]))
     close(advantages, T([0.8315, 0.77, 0, 0, 0.6]), atol=1e-6)
     close(returns, T([0.9315, 0.97, 0, 0, 1.0]), atol=1e-6)
-    close(raw(T([0, 0, 1]), torch.full((1, 3), 0.5), torch.ones(1, 3))[1], T([0.45125, 0.475, 0.5]), atol=1e-6)
-    # a reward at the end of tool text that closes the response belongs to the last trained token, undiminished
+    close(raw(T([0, 0, 1]), T([0.5, 0.5, 0.5]), T([1, 1, 1]))[1], T([0.45125, 0.475, 0.5]), atol=1e-6)
+    # a reward at the end of tool text that closes the response goes to the last trained token, undiminished
     close(raw(T([0, 0, 1]), T([0, 0, 100]), T([1, 1, 0]))[1], T([0.95, 1, 0]), atol=1e-6)
     close(returns_of("reinforce_plus_plus", T([0, 0, 1]), T([1, 1, 0]), gamma=0.9), T([0.9, 1, 0]), atol=1e-6)
 
@@ -186,7 +192,7 @@ def test_methods_say_what_they_read():
     assert algos.options_of(algos.POLICY_LOSSES["gpg"]) == []
 
 
-# ------------------------------------------------------------------------------------- losses and normalisation
+# ------------------------------------------------------- losses and normalisation
 
 
 def loss_of(ratio, advantage, name="ppo", **options):
@@ -198,8 +204,8 @@ def loss_of(ratio, advantage, name="ppo", **options):
 
 
 @pytest.mark.parametrize("ratio, advantage, loss, gradient, clipped, capped", [
-    (1.5, 1, -1.2, 0.0, 1, 0), (0.5, 1, -0.5, -0.5, 0, 0), (1.5, -1, 1.5, 1.5, 0, 0), (0.5, -1, 0.8, 0.0, 1, 0),
-    (10, -1, 3.0, 0.0, 0, 1), (10, 1, -1.2, 0.0, 1, 0)])
+    (1.5, 1, -1.2, 0.0, 1, 0), (0.5, 1, -0.5, -0.5, 0, 0), (1.5, -1, 1.5, 1.5, 0, 0),
+    (0.5, -1, 0.8, 0.0, 1, 0), (10, -1, 3.0, 0.0, 0, 1), (10, 1, -1.2, 0.0, 1, 0)])
 def test_fault_22_clipping(ratio, advantage, loss, gradient, clipped, capped):
     value, slope, metrics = loss_of(ratio, advantage)
     close([value, slope], [loss, gradient], atol=1e-5)
@@ -233,7 +239,8 @@ def test_masked_positions_have_no_say_in_a_loss(name):
     """Neither value nor gradient changes with what stands on masked positions, nor when they are cut out."""
     batch = random_batch(5)
     mask = batch["response_mask"]
-    log_prob, old, A = batch["values"], batch["values"] + 0.3 * batch["token_level_rewards"], batch["values"].roll(1, 0)
+    log_prob, A = batch["values"], batch["values"].roll(1, 0)
+    old = log_prob + 0.3 * batch["token_level_rewards"]
 
     def result(log_prob, old, A, mask):
         log_prob = log_prob.clone().requires_grad_()
@@ -268,7 +275,7 @@ def test_fault_19_no_mean_of_means(cuts):
         close(aggregated(loss, mask, mode, cuts=cuts), expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", [name for name in algos.POLICY_LOSSES if name not in CHOOSE_WITHIN_A_MICRO_BATCH])
+@pytest.mark.parametrize("name", sorted(set(algos.POLICY_LOSSES) - CHOOSE_WITHIN_A_MICRO_BATCH))
 @pytest.mark.parametrize("mode", algos.AGGREGATIONS)
 def test_gradients_do_not_depend_on_micro_batches(name, mode):
     batch = random_batch(6)
@@ -314,7 +321,7 @@ def test_fault_20_an_empty_micro_batch_gives_0_and_gradients_0(mode):
     assert algos.aggregate(loss, mask, mode, algos.normaliser(mask)) == 0
 
 
-# --------------------------------------------------------------------------------------------- KL and the critic
+# ------------------------------------------------------- KL and the critic
 
 
 def test_fault_21_kl_values():
@@ -341,7 +348,8 @@ def test_ratios_are_finite_with_their_gradient():
     for name in algos.POLICY_LOSSES:
         for gap in (-500.0, 500.0):
             log_prob = torch.full((1, 2), gap, requires_grad=True)
-            loss, _ = algos.policy_loss(name, log_prob, torch.zeros(1, 2), T([1, -1]), torch.ones(1, 2), LOSS_OPTIONS)
+            inputs = (log_prob, torch.zeros(1, 2), T([1, -1]), torch.ones(1, 2), LOSS_OPTIONS)
+            loss, _ = algos.policy_loss(name, *inputs)
             loss.sum().backward()
             assert loss.isfinite().all() and log_prob.grad.isfinite().all(), name
 
@@ -365,7 +373,7 @@ def test_value_loss_and_explained_variance():
     close(algos.explained_variance(returns, returns, mask), 1.0)
 
 
-# ------------------------------------------------------------------------- engine gap, over-long, dynamic sampling
+# ------------------------------------------------------- engine gap, over-long, dynamic sampling
 
 
 def test_rollout_correction():

@@ -1,11 +1,13 @@
 """verl 0.9.1's own numbers: every case of a JSON file, named by the environment variable GOLDEN.
 
-Each parameter is read from its case. Everything is float32, and two numbers agree when |a - b| <= 1e-5 * max(|b|, 0.1):
-1e-5 relative, except that a number nearer to 0 than 0.1 (a whitened advantage, a mean of signed log-ratios) is a
-difference of numbers of size 1, each of which float32 knows to 6e-8 only, so that it has no relative precision.
+Each parameter is read from its case. Everything is float32, and two numbers agree when |a - b| <= 1e-5 *
+max(|b|, 0.1): 1e-5 relative, except that a number nearer to 0 than 0.1 (a whitened advantage, a mean of
+signed log-ratios) is a difference of numbers of size 1, each of which float32 knows to 6e-8 only, so that it
+has no relative precision.
 
 Where our definition differs from verl's:
-- clipfrac and clipfrac_lower are only reported by losses that have them; where verl then says 0, we say nothing.
+- clipfrac and clipfrac_lower are only reported by losses that have them; where verl then says 0, we say
+  nothing.
 - sapo and geo_mean ignore loss_agg_mode in verl: their number is always that of seq-mean-token-mean.
 - geo_mean's mean counts rows without a trained token in verl; they are no sequences here (fault 20).
 """
