@@ -1,27 +1,22 @@
 """Data: rows from any source, prompts as token ids, the batch and its splitting, rewards.
 
-A batch is a plain dict of equal-length lists, one entry per response (per prompt, before generation). Token-level
-columns are 1-D tensors over that response; nothing is padded here. A prompt becomes ids exactly once, and the
-same ids go to the engine and to the trainer. Left out: streaming (rows are kept in memory) and packing (workers).
+A batch is a plain dict of equal-length lists, one entry per response (before generation: per prompt).
+Token-level columns are 1-D tensors over that response; nothing is padded here. A prompt becomes ids exactly
+once, and these go to the engine and to the trainer. Left out: streaming (rows are kept in memory), packing.
 
-A wrong input raises ValueError with one line that names the option or file, its value, and what would be right.
+A wrong input raises ValueError with one line: the option or file, its value, and what would be right.
 """
 import asyncio
-import concurrent.futures
+import faulthandler
 import functools
 import hashlib
 import importlib.util
-import inspect
 import json
 import logging
 import math
 import multiprocessing
-import os
-import pickle
 import random
 import re
-import signal
-import subprocess
 import sys
 import traceback
 import urllib.parse
@@ -32,13 +27,14 @@ import torch
 import yaml
 
 log = logging.getLogger("data")
+OVERLONG = {"filter": "dropped", "left": "cut on the left", "right": "cut on the right", "error": "refused"}
 
 
 # ---- rows ----
 
 @functools.cache
 def load_function(spec, key):
-    """The function that `path/to/file.py:name` names; `key` is the option that says so, for the error's line."""
+    """The function that `path/to/file.py:name` names. `key` is the option that says so, for the error."""
     path, _, name = spec.rpartition(":")
     if not Path(path).is_file():
         raise ValueError(f"{key}={spec}: there is no file {path!r}")
@@ -58,8 +54,8 @@ def resolve_model(path):
 def open_source(spec, key="data.train"):
     """Checks a data spec without reading it: returns (short name, function that gives the rows as dicts).
 
-    Specs: file.jsonl, file.parquet, path/file.py:function, reasoning_gym:task?option=value&..., and hub names, with
-    arguments of datasets.load_dataset as options: openai/gsm8k?name=main&split=test.
+    Specs: file.jsonl, file.parquet, path/file.py:function, reasoning_gym:task?option=value&... and hub names,
+    whose options go to datasets.load_dataset: openai/gsm8k?name=main&split=test.
     """
     name, _, query = str(spec).partition("?")
     options = {option: yaml.safe_load(value) for option, value in urllib.parse.parse_qsl(query)}
@@ -85,21 +81,21 @@ def open_source(spec, key="data.train"):
 
 
 def load_rows(spec, options, key="data.train"):
-    """The rows of a data spec: dicts with prompt (str or messages), answer, source, entry (the row as it was found).
+    """The rows of a data spec: dicts of prompt (str or messages), answer, source, entry (the row as found).
 
-    `options` is the config's `data` section; its prompt_key, answer_key and source_key name the columns.
+    `options` is the config's `data` section: its prompt_key, answer_key and source_key name the columns.
     """
     name, read = open_source(spec, key)
     try:
         entries = list(read())
-    except Exception as error:  # no such hub name, no network, not parquet, and `doc` is the line that is not JSON
+    except Exception as error:  # of many libraries; `doc` is the line that is not JSON
         text = f"{type(error).__name__}: {error} {getattr(error, 'doc', '')[:60]}"
         raise ValueError(f"{key}={spec}: {' '.join(text.split())}") from error
     prompt_key = "question" if str(spec).startswith("reasoning_gym:") else options.prompt_key
     rows = []
     for number, entry in enumerate(entries):
         if not isinstance(entry.get(prompt_key), (str, list)) or options.answer_key not in entry:
-            raise ValueError(f"{key}={spec}: row {number} must have data.prompt_key={prompt_key} (text or messages) "
+            raise ValueError(f"{key}={spec}: row {number} needs data.prompt_key={prompt_key} (text or chat) "
                              f"and data.answer_key={options.answer_key}; it has {', '.join(entry)}")
         rows.append({"prompt": entry[prompt_key], "answer": entry[options.answer_key],
                      "source": entry.get(options.source_key, name), "entry": entry})
@@ -109,7 +105,7 @@ def load_rows(spec, options, key="data.train"):
 # ---- prompts ----
 
 def encode(tokenizer, prompt, system=None):
-    """(prompt as the model sees it, its ids): the chat template, or else special tokens, applied exactly once.
+    """(the prompt as asked, its ids): the chat template, or else special tokens, applied exactly once.
 
     With a chat template a string becomes a user message, with `system` before it; without one it stays text.
     """
@@ -117,7 +113,8 @@ def encode(tokenizer, prompt, system=None):
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         if system:
             messages.insert(0, {"role": "system", "content": system})
-        return messages, tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        return messages, ids
     if system or not isinstance(prompt, str):
         raise ValueError("data.system and chat messages need a tokenizer with a chat template")
     has_bos = bool(tokenizer.bos_token) and prompt.startswith(tokenizer.bos_token)
@@ -127,8 +124,8 @@ def encode(tokenizer, prompt, system=None):
 class Prompts:
     """The prompts of one source. `next()` gives batches in an order that follows from (seed, epoch) alone.
 
-    The position is `cursor`, the number of batches drawn. `options` is the config's `data` section. Validation
-    leaves `batch_size` out and uses `all()`. Prompts that are also in `exclude` (another Prompts) are dropped.
+    The position is `cursor`, the number of batches drawn. `options` is the config's `data` section. For
+    validation leave `batch_size` out and use `all()`. Prompts found in `exclude`, a Prompts, are dropped.
     """
 
     def __init__(self, spec, tokenizer, options, seed=1, batch_size=1, key="data.train", exclude=None):
@@ -144,8 +141,7 @@ class Prompts:
             log.warning("%s: %d of %d dropped, held out", self.name, len(rows) - len(kept), len(rows))
             rows = kept
         if len(rows) < batch_size:
-            raise ValueError(f"{self.name}: {len(rows)} usable rows, too few for data.batch_size={batch_size}; "
-                             "see data.max_prompt_length and data.overlong")
+            raise ValueError(f"{self.name}: {len(rows)} usable rows for data.batch_size={batch_size}")
         order = (seed, batch_size, self.shuffle, [(row["prompt_ids"], row["answer"]) for row in rows])
         self.fingerprint = hashlib.sha256(repr(order).encode()).hexdigest()
         self.rows = {name: [row[name] for row in rows] for name in rows[0]}
@@ -154,17 +150,14 @@ class Prompts:
 
     def _fit(self, rows, limit, overlong):
         long = [number for number, row in enumerate(rows) if len(row["prompt_ids"]) > limit]
-        if not long:
-            return rows
-        count = f"{self.name}: {len(long)} of {len(rows)}"
-        if overlong == "error":
-            raise ValueError(f"{count} are over data.max_prompt_length={limit}; the first is row {long[0]}")
-        if overlong == "filter":
-            log.warning("%s dropped, over data.max_prompt_length=%d", count, limit)
-            return [row for row in rows if len(row["prompt_ids"]) <= limit]
-        log.warning("%s cut to their %smost %d tokens", count, overlong, limit)
-        cut = slice(-limit, None) if overlong == "left" else slice(limit)
-        return [{**row, "prompt_ids": row["prompt_ids"][cut]} for row in rows]
+        if long:
+            text = f"{self.name}: {len(long)} of {len(rows)} {OVERLONG[overlong]}, over {limit} tokens"
+            if overlong == "error":
+                raise ValueError(f"{text} (data.max_prompt_length); the first is row {long[0]}")
+            log.warning(text)
+        cut = {"left": slice(-limit, None), "right": slice(limit)}.get(overlong, slice(None))
+        rows = [{**row, "prompt_ids": row["prompt_ids"][cut]} for row in rows]
+        return [row for row in rows if len(row["prompt_ids"]) <= limit]
 
     def next(self):
         """The next `batch_size` prompts, with the columns of `all`; moves the cursor."""
@@ -188,8 +181,8 @@ class Prompts:
     def load_state_dict(self, state):
         """Continues at a saved position; raises ValueError if the data or its order is not what it was."""
         if state["fingerprint"] != self.fingerprint:
-            raise ValueError(f"{self.name}: rows, tokens, seed, data.batch_size or data.shuffle are not those of "
-                             "the checkpoint; put them back or start in a new trainer.dir")
+            raise ValueError(f"{self.name}: rows, tokens, seed, data.batch_size or data.shuffle changed since"
+                             " the checkpoint; put them back or start in a new trainer.dir")
         self.cursor = state["cursor"]
 
 
@@ -201,9 +194,10 @@ def select(batch, indices):
 
 
 def repeat(batch, n):
-    """Every row n times, in blocks (a a a b b b), with a column `sample` that counts 0..n-1 within a block."""
+    """Every row n times, in blocks (a a a b b b); a new column `sample` counts 0..n-1 within a block."""
     count = len(batch["uid"])
-    return {**select(batch, [row for row in range(count) for _ in range(n)]), "sample": list(range(n)) * count}
+    batch = select(batch, [row for row in range(count) for _ in range(n)])
+    return {**batch, "sample": list(range(n)) * count}
 
 
 def concat(batches):
@@ -211,19 +205,10 @@ def concat(batches):
     return {name: [value for batch in batches for value in batch[name]] for name in batches[0]}
 
 
-def pad(tensors, fill=0):
-    """1-D tensors of any length, filled on the right: (B, T) with T the longest."""
-    return torch.nn.utils.rnn.pad_sequence(list(tensors), batch_first=True, padding_value=fill)
-
-
-def unpad(tensor, lengths):
-    """The inverse of `pad`: the first lengths[i] entries of each row of (B, T), as a list. Lengths alone decide."""
-    return [row[:length] for row, length in zip(tensor, lengths, strict=True)]
-
-
 def _tokens(batch, rows):
     """Tokens of rows of one group, whose prompt is computed once."""
-    return len(batch["prompt_ids"][rows[0]]) + sum(len(batch["response_ids"][row]) for row in rows)
+    responses = batch.get("response_ids") or [()] * len(batch["uid"])  # none before generation
+    return len(batch["prompt_ids"][rows[0]]) + sum(len(responses[row]) for row in rows)
 
 
 def _groups(batch):
@@ -234,10 +219,10 @@ def _groups(batch):
 
 
 def split(batch, parts):
-    """Row indices for each of `parts` ranks, even in tokens: a group's prompt counts once, and all its responses.
+    """Row indices for each of `parts` ranks, even in tokens: a group's prompt, once, and all its responses.
 
-    A group (the rows of one uid) stays together unless there are fewer groups than parts. No part is empty if there
-    are rows enough. Longest first, each to the part that has least (LPT; Graham 1969: within 4/3 of the best).
+    A group (the rows of one uid) stays together unless there are fewer groups than parts; no part is empty if
+    there are rows enough. Longest first, each to the part with least (within 4/3 of the best; Graham 1969).
     """
     groups = _groups(batch)
     while len(groups) < min(parts, len(batch["uid"])):
@@ -255,9 +240,9 @@ def split(batch, parts):
 def micro_batches(batch, budget, share_prompt=True, unit_tokens=1024):
     """Plans forward passes: a list of micro-batches, each a list of units, each a list of row indices.
 
-    A unit is one row of the model's input: a prompt and, with `share_prompt`, as many responses of its group as keep
-    it within min(budget, unit_tokens); else one response. A micro-batch, padded to its longest unit, is within
-    `budget` tokens, unless it is one response that alone is over it. Every row is in exactly one unit.
+    A unit is one row of the model's input: a prompt and, with `share_prompt`, as many responses of its group
+    as keep it within min(budget, unit_tokens); else one response. A micro-batch, padded to its longest unit,
+    is within `budget` tokens, or is one response that alone is over it. Every row is in exactly one unit.
     """
     units = []
     for group in _groups(batch):
@@ -284,11 +269,10 @@ def exact(response, answer, row):
 
 
 def last_number(text):
-    """The number after the last `####`, or else the last one of the text; None without any. 1,234 is one number."""
-    if "####" in text:
-        text = text.rpartition("####")[2].split(maxsplit=1)[0]
-    numbers = re.findall(r"((?:(?<!\w)-)?)\$?(\d{1,3}(?:,\d{3})+(?!\d)|\d+)(\.\d+)?", text)
-    return float("".join(numbers[-1]).replace(",", "")) if numbers else None
+    """The first number after the last `####`, or else the last one; None without any. 1,234 is one number."""
+    _, mark, rest = text.rpartition("####")
+    numbers = re.findall(r"((?:(?<!\w)-)?)\$?(\d{1,3}(?:,\d{3})+(?!\d)|\d+)(\.\d+)?", rest)
+    return float("".join(numbers[0 if mark else -1]).replace(",", "")) if numbers else None
 
 
 def number(response, answer, row):
@@ -306,7 +290,7 @@ def math_equal(response, answer, row):
 
 
 def gym_score(response, answer, row):
-    """reasoning-gym's own score of <answer>...</answer>, or of the whole response where there is no such tag."""
+    """reasoning-gym's own score of <answer>...</answer>, or of the whole response where there is no tag."""
     import reasoning_gym
     found = reasoning_gym.utils.extract_answer(response)
     score_answer = reasoning_gym.get_score_answer_fn(row["metadata"]["source_dataset"])
@@ -314,6 +298,7 @@ def gym_score(response, answer, row):
 
 
 REWARDS = {"exact": exact, "number": number, "math": math_equal, "reasoning_gym": gym_score}
+PACKAGES = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}
 
 
 def reward_function(spec):
@@ -333,116 +318,93 @@ def check(data, reward):
 
 # ---- rewards ----
 
-def _call(spec, response, answer, row):
+def _call(spec, timeout, response, answer, row):
     """One score as a dict of floats; whatever goes wrong, BaseException included, as {"error": traceback}."""
+    faulthandler.dump_traceback_later(2 * timeout, exit=True)  # if no trainer is left to end it
     try:
         result = reward_function(spec)(response, answer, row)
-        if inspect.iscoroutine(result):
+        if asyncio.iscoroutine(result):
             result = asyncio.run(result)
         result = result if isinstance(result, dict) else {"score": result}
-        numbers = {name: float(value) for name, value in result.items() if isinstance(value, (bool, int, float))}
-        return {"score": math.nan, **numbers} if result["score"] is None else {**numbers, "score": float(result["score"])}
+        numbers = {name: float(value) for name, value in result.items() if isinstance(value, (int, float))}
+        return {**numbers, "score": math.nan if result["score"] is None else float(result["score"])}
     except BaseException:
         return {"error": traceback.format_exc()}
-
-
-def _outcome(future):
-    try:
-        return future.result()
-    except concurrent.futures.TimeoutError:
-        return {"timeout": "it ran out of time"}
-    except Exception as error:  # the process ended: killed, out of memory, os._exit
-        return {"error": f"the scoring process ended: {error!r}"}
-
-
-def serve(spec, timeout, workers):
-    """The life of the scoring server: pickled lists of tasks on stdin, lists of `_call`'s results on stdout.
-
-    It is a process of its own because its pool must fork from one that has no engine, no threads and few imports,
-    and because a pool inside the trainer would import the trainer again in every worker.
-    """
-    results = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a reward function prints must not come between results
-    reward_function(spec)  # a file is loaded once, here; and so is a package, by a first call of no consequence
-    if spec in REWARDS:
-        _call(spec, "0", "0", {})
-    pool = pebble.ProcessPool(workers, context=multiprocessing.get_context("fork"))
-    while True:
-        try:
-            tasks = pickle.load(sys.stdin.buffer)
-        except EOFError:  # the trainer is gone
-            os._exit(0)
-        futures = [pool.schedule(_call, (spec, *task), timeout=timeout) for task in tasks]
-        pickle.dump([_outcome(future) for future in futures], results)
-        results.flush()
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 class Rewards:
-    """Scores responses in processes that can be killed: a function that hangs or crashes costs its sample only.
+    """Scores responses in processes that can be killed: a function that hangs or crashes costs its sample.
 
     `options` is the config's `reward` section; `max_response_length` is in tokens.
     """
 
     def __init__(self, options, tokenizer, max_response_length, workers=2):
         self.options, self.tokenizer, self.max_response_length = options, tokenizer, max_response_length
-        command = [sys.executable, os.path.abspath(__file__), options.function, str(options.timeout), str(workers)]
-        self.server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         self.shown = False
+        processes = multiprocessing.get_context("forkserver")  # a trainer with threads must not be forked
+        processes.set_forkserver_preload(["data", PACKAGES.get(options.function, "data")])
+        self.pool = pebble.ProcessPool(workers, context=processes, initializer=reward_function,
+                                       initargs=(options.function,))  # loads a file outside any score's time
 
     def close(self):
-        os.killpg(self.server.pid, signal.SIGKILL)  # with its pool and all that the functions started
-        self.server.wait()
+        self.pool.stop()
+        self.pool.join()
+
+    def _results(self, tasks):
+        """What `_call` returns for each of tasks (response, answer, row); failures as metrics."""
+        timeout = self.options.timeout  # seconds
+        calls = [(self.options.function, timeout, *task) for task in tasks]
+        futures = [self.pool.schedule(_call, call, timeout=timeout) for call in calls]
+        failures = [future.exception() for future in futures]  # waits; there is one if a process ended
+        results = [{"error": repr(failure)} if failure else future.result()
+                   for failure, future in zip(failures, futures)]
+        errors = [result["error"] for result in results if "error" in result]
+        timeouts = sum(isinstance(failure, TimeoutError) for failure in failures)
+        if errors:
+            text = (f"reward.function={self.options.function}: {len(errors)} of {len(results)} scores failed "
+                    f"({timeouts} out of time); the first: {errors[0]}")
+            if len(errors) == len(results):
+                raise RuntimeError(text)
+            if not self.shown:
+                log.warning(text)
+            self.shown = True
+        return results, {"reward/errors": len(errors) - timeouts, "reward/timeouts": timeouts}
 
     def __call__(self, batch, training=True):
-        """Scores every response. Returns (the batch with new columns, metrics).
+        """Scores every response: returns (batch with new columns, metrics), raises RuntimeError if all fail.
 
-        New columns: response (text), scores (float, NaN where the function gave None or NaN), reward/<key> for other
-        numbers of the function, token_level_scores (1-D float32: the score on the last token the model wrote, else 0).
-        Training scores include the penalty for nearing max_response_length (DAPO, https://arxiv.org/abs/2503.14476,
-        eq. 13); with mask_truncated a cut response gets a response_mask of 0. Raises RuntimeError if all fail.
+        New columns: response (text), scores (float; NaN where the function gave None or NaN), reward/<key>
+        for its other numbers, token_level_scores (1-D: the score on the last token the model wrote, else 0).
+        In training, scores include the penalty for nearing max_response_length (DAPO, arXiv 2503.14476,
+        eq. 13), and with mask_truncated a cut response has a response_mask of 0.
         """
+        options, masks = self.options, batch["response_mask"]
         texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in batch["response_ids"]]
-        pickle.dump(list(zip(texts, batch["answer"], batch["entry"])), self.server.stdin)
-        self.server.stdin.flush()
-        results = pickle.load(self.server.stdout)
-        timeouts = sum("timeout" in result for result in results)
-        errors = sum("error" in result for result in results)
-        self._report(results, errors, timeouts)
-        scores = torch.tensor([result.get("score", self.options.fallback) for result in results])
-        lengths = torch.tensor([mask.sum() for mask in batch["response_mask"]]).float()
-        truncated = [reason == "length" for reason in batch["finish_reason"]]
-        metrics = {"reward/mean": scores.nanmean(), "reward/std": scores[~scores.isnan()].std(correction=0),
-                   "reward/errors": errors, "reward/timeouts": timeouts, "response/length_mean": lengths.mean(),
-                   "response/length_max": lengths.max(), "response/truncated": sum(truncated) / len(truncated)}
+        results, metrics = self._results(zip(texts, batch["answer"], batch["entry"]))
+        scores = torch.tensor([r.get("score", options.fallback) for r in results], dtype=torch.float64)
+        lengths = torch.tensor([mask.sum() for mask in masks]).double()
+        truncated = torch.tensor([reason == "length" for reason in batch["finish_reason"]])
+        metrics |= {"reward/mean": scores.nanmean(), "reward/std": scores[~scores.isnan()].std(correction=0),
+                    "response/length_mean": lengths.mean(), "response/length_max": lengths.max(),
+                    "response/truncated": truncated.double().mean()}
         batch = {**batch, "response": texts}
-        for name in sorted({name for result in results for name in result} - {"score", "error", "timeout"}):
+        for name in sorted({name for result in results for name in result} - {"score", "error"}):
             batch[f"reward/{name}"] = [result.get(name, math.nan) for result in results]
             metrics[f"reward/{name}"] = torch.tensor(batch[f"reward/{name}"]).nanmean()
-        if training and self.options.overlong_buffer:
-            over = lengths - (self.max_response_length - self.options.overlong_buffer)
-            scores -= self.options.overlong_penalty * (over / self.options.overlong_buffer).clamp(0, 1)
+        if training and options.overlong_buffer:
+            over = lengths - (self.max_response_length - options.overlong_buffer)
+            scores -= options.overlong_penalty * (over / options.overlong_buffer).clamp(0, 1)
         batch["scores"] = scores.tolist()
-        batch["token_level_scores"] = [_on_last(score, mask) for score, mask in zip(scores, batch["response_mask"])]
-        if training and self.options.mask_truncated:
-            batch["response_mask"] = [mask * (not cut) for mask, cut in zip(batch["response_mask"], truncated)]
+        batch["token_level_scores"] = [_on_last(score, mask) for score, mask in zip(scores, masks)]
+        if training and options.mask_truncated:
+            batch["response_mask"] = [mask * ~cut for mask, cut in zip(masks, truncated)]
         return batch, {name: float(value) for name, value in metrics.items()}
-
-    def _report(self, results, errors, timeouts):
-        failures = [result for result in results if "score" not in result]
-        text = f"reward.function={self.options.function}: {errors} of {len(results)} failed, {timeouts} timed out"
-        if failures and len(failures) == len(results):
-            raise RuntimeError(f"{text}; the first: {''.join(failures[0].values())}")
-        if failures and not self.shown:
-            self.shown = True
-            log.warning("%s; the first: %s", text, "".join(failures[0].values()))
 
 
 def _on_last(score, mask):
     """(T,) zeros with the score at the last 1 of the mask (T,)."""
     scores = torch.zeros(len(mask))
-    scores[mask.nonzero()[-1:]] = score
+    scores[mask.nonzero()[-1:]] = float(score)
     return scores
-
-
-if __name__ == "__main__":
-    serve(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]))

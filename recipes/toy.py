@@ -1,6 +1,7 @@
 """A toy that learns from nothing: digit addition for a tiny random Qwen2 with a tokenizer of characters.
 
-`build` makes the model (and caches it under models/toy), `problems` the task, `score` the reward; see toy.yaml.
+`build` makes the model and caches it as models/toy (delete that after a change here), `problems` are the task
+and `score` is the reward. toy.yaml trains it: nine sums of ten are right after 200 steps.
 """
 import os
 import shutil
@@ -11,20 +12,23 @@ WORDS = ["<pad>", "<eos>", *"0123456789", "+", "=", " "]
 
 
 def build():
-    """The folder of the model in Hugging Face format, made on first use: 0.1M parameters, no chat template."""
+    """The folder of the model in Hugging Face format, made on first use: 75 thousand parameters."""
     if FOLDER.is_dir():
         return FOLDER
     import tokenizers
     import torch
     import transformers
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: number for number, word in enumerate(WORDS)}))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    words.decoder = tokenizers.decoders.Fuse()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+    words = {word: number for number, word in enumerate(WORDS)}
+    characters = tokenizers.Tokenizer(tokenizers.models.WordLevel(words))
+    characters.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    characters.decoder = tokenizers.decoders.Fuse()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>")
     config = transformers.Qwen2Config(
-        vocab_size=len(WORDS), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=256, tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=1, pad_token_id=0)
+        vocab_size=len(words), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=256,
+        initializer_range=0.1,  # with 0.02 all prompts look alike to it
+        tie_word_embeddings=True, bos_token_id=None, eos_token_id=1, pad_token_id=0)
     with torch.random.fork_rng():
         torch.manual_seed(1)
         model = transformers.Qwen2ForCausalLM(config)
