@@ -205,6 +205,16 @@ def concat(batches):
     return {name: [value for batch in batches for value in batch[name]] for name in batches[0]}
 
 
+def pad(tensors, fill=0):
+    """1-D tensors of any length, filled on the right: (B, T) with T the longest."""
+    return torch.nn.utils.rnn.pad_sequence(list(tensors), batch_first=True, padding_value=fill)
+
+
+def unpad(tensor, lengths):
+    """The inverse of `pad`: a list of the first lengths[i] entries of each row of (B, T)."""
+    return [row[:length] for row, length in zip(tensor, lengths, strict=True)]
+
+
 def _tokens(batch, rows):
     """Tokens of rows of one group, whose prompt is computed once."""
     responses = batch.get("response_ids") or [()] * len(batch["uid"])  # none before generation

@@ -241,6 +241,13 @@ def test_repeat_pairs_every_column_in_blocks(tmp_path):  # fault 8
     assert all(back[name] == batch[name] for name in ("sample", "uid", "answer"))
 
 
+def test_pad_and_unpad_go_by_length():  # fault 4: pad = eos = 2, and the eos stays
+    rows = [torch.tensor([7, 2]), torch.tensor([7, 8, 9, 10])]
+    padded = data.pad(rows, 2)
+    assert padded.tolist() == [[7, 2, 2, 2], [7, 8, 9, 10]]
+    assert [row.tolist() for row in data.unpad(padded, [2, 4])] == [[7, 2], [7, 8, 9, 10]]
+
+
 def random_batch(rng):
     """Groups of 1 to 6 rows, in mixed order; prompts of 1 to 30 tokens, responses of 0 to 40."""
     prompts = [torch.zeros(rng.randint(1, 30)) for _ in range(rng.randint(1, 9))]
