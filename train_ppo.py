@@ -498,11 +498,16 @@ class Trainer:
         self.paths |= {role: data.resolve_model(getattr(config, role).path or model_path) for role in ("critic", "ref")}
         trust = config.model.trust_remote_code
         self.tokenizer = AutoTokenizer.from_pretrained(config.model.tokenizer or model_path, trust_remote_code=trust)
-        self.prompts = data.Prompts(config.data.train, self.tokenizer, config.data, config.seed, config.data.batch_size)
         self.val_prompts = None
         if config.data.val:
             self.val_prompts = data.Prompts(config.data.val, self.tokenizer, config.data, key="data.val")
-        self.rewards = data.Rewards(config.reward, self.tokenizer, config.rollout.max_response_length) if main else None
+        held_out = self.val_prompts if config.data.val != config.data.train else None
+        order = config.seed, config.data.batch_size
+        self.prompts = data.Prompts(config.data.train, self.tokenizer, config.data, *order, exclude=held_out)
+        self.rewards = None
+        if main:
+            scoring = self.tokenizer, config.rollout.max_response_length, config.data.num_workers
+            self.rewards = data.Rewards(config.reward, *scoring)
         self.total = config.trainer.steps or config.trainer.epochs * self.prompts.steps_per_epoch
         self.step, self.kl_coef, self.awake, self.metrics = 0, config.algorithm.kl_coef, False, {}
         self.pools, self.groups = [], {}
@@ -594,10 +599,10 @@ class Trainer:
 
     def wake(self):
         """Bring the engine back with the actor's present weights, unless it has them already (after a validation)."""
-        if not self.awake:
-            with self.phase("sync"):
+        with self.phase("sync"):
+            if not self.awake:
                 self.groups["actor"].call("wake")
-            self.awake = True
+        self.awake = True
 
     def sleep(self):
         with self.phase("sleep"):
@@ -809,6 +814,8 @@ def run(config):
     """Train as `config` (already checked) says. Whatever ends it, no process of the run stays behind."""
     # Seconds of imports, made only when there is something to run.
     global AutoTokenizer, PlacementGroupSchedulingStrategy, Worker, algos, ray, torch
+    if config.ray.address is None:
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray's servers then listen on loopback only
     import ray
     import torch
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -835,11 +842,11 @@ def run(config):
 
 
 def start_ray(settings):
-    """Join the cluster at ray.address, or start a private one that only this machine can reach."""
+    """Join the cluster at ray.address, or start a private one on this machine."""
     if settings.address:
         ray.init(address=settings.address, logging_level="ERROR")
     else:
-        ray.init(num_cpus=settings.num_cpus, include_dashboard=False, _node_ip_address="127.0.0.1", logging_level="ERROR")
+        ray.init(num_cpus=settings.num_cpus, include_dashboard=False, logging_level="ERROR")
 
 
 if __name__ == "__main__":

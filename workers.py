@@ -328,7 +328,7 @@ class Worker:
             loss.backward()
             totals["loss"] += loss.item()
             for name, tensor in stats.items():
-                totals[name] += ((tensor.detach() * columns["response_mask"]).sum() / norm["tokens"]).item()
+                totals[name] += ((tensor.detach() * columns["response_mask"]).sum() / max(norm["tokens"], 1)).item()
         sums = torch.tensor(list(totals.values()), dtype=torch.float64, device=self.device)
         dist.all_reduce(sums)
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_grad).full_tensor().item()
