@@ -15,6 +15,7 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, wait
 from unittest import mock
@@ -42,14 +43,14 @@ def check_engine_args(engine_args):
 class Rollout:
     """One rank's part of the engine.
 
-    model_path: folder in Hugging Face format; only its configs are read, the weights come by `update_weights`.
+    model_path: folder in Hugging Face format; only its configs are read, weights come by `update_weights`.
     tokenizer: only for the id that ends a response; SGLang knows those of the model's configs itself.
     rollout: the `rollout` section of the config.
     device: "cpu", or "cuda", where the current device is the first of the engine's.
     mesh: DeviceMesh over all ranks, one of its dimensions named "tp".
     seed: the run's. max_length: tokens of the longest prompt and response together.
 
-    The engine starts without valid weights, and released (`rollout.release`). Call it from one thread at a time.
+    The engine starts without valid weights, and released (`rollout.release`). Call it from one thread.
     """
 
     def __init__(
@@ -59,14 +60,15 @@ class Rollout:
         self._seed = seed
         self._release = rollout.release
         self._bucket_bytes = rollout.bucket_mb * MIB
-        self._limits = {"max_new_tokens": rollout.max_response_length, "stop_token_ids": [tokenizer.eos_token_id]}
+        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        self._limits = {"max_new_tokens": rollout.max_response_length, "stop_token_ids": end}
         self._tp, self._tp_group = rollout.tp, mesh.get_group("tp")
         self._engine, self._processes = None, []
         self._state = "on another rank"
         if mesh.get_local_rank("tp") > 0:
             return
-        # SGLang takes over the signals and the event loop of the main thread. In a thread of its own it leaves
-        # them alone, and a Ray actor or a torchrun rank keeps its handlers.
+        # SGLang takes over the signals and the event loop of the main thread. In a thread of its own it
+        # leaves them alone, and a Ray actor or a torchrun rank keeps its handlers.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
         arguments = engine_arguments(model_path, rollout, device, seed, max_length, trust_remote_code)
         self._engine = self._call(start_engine, arguments)
@@ -78,11 +80,11 @@ class Rollout:
     def generate(self, batch, *, step, sampling):
         """Answer every prompt of the batch.
 
-        batch: lists of equal length: `prompt_ids` (1-D int64 each), `uid` (int, the prompt), `sample` (int, which
-        of its responses). sampling: SGLang's sampling parameters, at least `temperature` (0 is greedy).
+        batch: lists of equal length: `prompt_ids` (1-D int64 each), `uid` (int, the prompt), `sample` (int,
+        which of its responses). sampling: SGLang's parameters, at least `temperature` (0 is greedy).
         Returns the batch with `response_ids` (1-D int64, the token that ended it included), `response_mask`
-        (1-D float32), `rollout_logprobs` (1-D float32, at the sampling temperature; at 1 when greedy), `turns`
-        (int) and `finish_reason` ("stop" or "length").
+        (1-D float32), `rollout_logprobs` (1-D float32, at the sampling temperature; at 1 when greedy),
+        `turns` (int) and `finish_reason` ("stop" or "length").
         Raises RuntimeError before a whole sync, when a request fails, and when an engine process has died.
         """
         self._expect("ready", "generate")
@@ -94,8 +96,8 @@ class Rollout:
         """All responses at once; how many run together is the engine's business."""
         copies = Counter(uid for _, uid, _ in rows)
         prompts = {uid: prompt_ids for prompt_ids, uid, _ in rows if copies[uid] > 1}
-        # SGLang computes a prompt again for each of its responses when they arrive together. So a request for no
-        # tokens computes it first, and the responses find it in the prefix cache.
+        # SGLang computes a prompt again for each of its responses when they arrive together. So a request
+        # for no tokens computes it first, and the responses find it in the prefix cache.
         cached = {
             uid: asyncio.ensure_future(self._respond(prompt_ids, {"max_new_tokens": 0}))
             for uid, prompt_ids in prompts.items()
@@ -117,7 +119,7 @@ class Rollout:
         ids, meta = answer["output_ids"], answer["meta_info"]
         finish = meta["finish_reason"]
         if finish["type"] == "abort":
-            raise RuntimeError(f"the engine gave up a prompt of {len(prompt_ids)} tokens: {finish.get('message')}")
+            raise RuntimeError(f"the engine gave up a prompt of {len(prompt_ids)} tokens: {finish}")
         return {
             "response_ids": torch.tensor(ids, dtype=torch.int64),
             "response_mask": torch.ones(len(ids), dtype=torch.float32),
@@ -129,8 +131,8 @@ class Rollout:
     def update_weights(self, named_tensors):
         """Replace all weights. Every rank must call this, and walks through the whole iterator.
 
-        named_tensors: iterator of (Hugging Face name, full tensor on this rank's device). A tensor is copied into
-        a bucket of `rollout.bucket_mb` before the next one is asked for: no more than one of each exists.
+        named_tensors: iterator of (Hugging Face name, full tensor on this rank's device). A tensor is copied
+        into a bucket of `rollout.bucket_mb` before the next one is asked for: one of each is all there is.
         Raises RuntimeError when the engine refuses a weight; nothing can be generated after that.
         """
         if self._engine:
@@ -166,9 +168,13 @@ class Rollout:
             self._call(update, payloads, load_format="flattened_bucket", flush_cache=False)
 
     def release(self):
-        """Give the engine's memory back. Weights count as undefined after it, also with `rollout.release` off."""
+        """Give the engine's memory back; even with `rollout.release` off, a sync must come before the next use."""
         if self._engine:
             self._state = "released"
+            # The scheduler may still be putting the last batch away, and would fail if it had to release
+            # now. To empty its cache is the one request that waits until it is idle.
+            idle = self._engine.tokenizer_manager.flush_cache(timeout_s=60.0)
+            self._call(self._engine.loop.run_until_complete, idle)
             for tag in ("kv_cache", "weights", "cuda_graph") if self._release else ():
                 self._call(self._engine.release_memory_occupation, [tag])
 
@@ -191,9 +197,10 @@ class Rollout:
         self._state = after
 
     def memory(self):
-        """MiB of resident memory of each engine process, and on GPU what others than this process hold of it."""
-        used = {f"engine_{rank}": psutil.Process(process.pid).memory_info().rss / MIB
-                for rank, process in enumerate(self._processes)}
+        """Resident MiB of each engine process; on GPU also the device memory that this process does not hold."""
+        used = {}
+        for rank, process in enumerate(self._processes):
+            used[f"engine_{rank}"] = psutil.Process(process.pid).memory_info().rss / MIB
         if self._engine and self._device == "cuda":
             used["engine_gpu"] = (torch.cuda.device_memory_used() - torch.cuda.memory_reserved()) / MIB
         return used
@@ -203,12 +210,13 @@ class Rollout:
         engine, self._engine = self._engine, None
         if engine:
             atexit.unregister(self.shutdown)
-            atexit.unregister(engine.shutdown)  # it would kill every child of this process, also those of others
+            atexit.unregister(engine.shutdown)  # it would kill all children of this process, others' too
             for process in self._processes:
                 process.kill()
                 process.join()
-            engine.loop.call_soon_threadsafe(engine.loop.stop)
             self._thread.shutdown()
+            for socket in (engine.send_to_rpc, engine.tokenizer_manager.recv_from_detokenizer):
+                socket.context.destroy(linger=0)  # or its collection waits for the dead to fetch messages
             self._state, self._processes = "shut down", []
 
     def _expect(self, state, action):
@@ -217,17 +225,17 @@ class Rollout:
             raise RuntimeError(f"{action}: the engine is {self._state}, not {state}. The order is {order}")
 
     def _call(self, function, *args, **kwargs):
-        """Call in the engine's thread. Raises RuntimeError when the engine refuses, or one of its processes dies."""
+        """Call in the engine's thread. Raises RuntimeError when the engine refuses or a process of it dies."""
         future = self._thread.submit(function, *args, **kwargs)
         try:
             while not wait([future], timeout=0.5).done:
                 for process in self._processes:
                     if process.exitcode is not None:
                         raise RuntimeError(
-                            f"engine process {process.pid} has died, exit code {process.exitcode}: its own message "
-                            "is above if it had time for one; -9 is often a machine out of memory"
+                            f"engine process {process.pid} has died, exit code {process.exitcode}: its own "
+                            "message is above, if it had time for one; -9 is often a machine out of memory"
                         )
-        except BaseException:  # also Ctrl-C: the thread must come free, or it would hold up the end of this process
+        except BaseException:  # also Ctrl-C: the thread must come free, or this process could not end
             self._state = "broken"
             if self._engine:
                 self._engine.loop.call_soon_threadsafe(self._engine.loop.stop)
@@ -266,7 +274,7 @@ def buckets(named_tensors, bucket_bytes, shared):
 
 
 def shared_memory(size):
-    """Bytes (size,) that other processes can map. Not in /dev/shm, which is 64 MiB in a container by default."""
+    """Bytes (size,) that other processes can map. Not in /dev/shm: docker gives it 64 MiB by default."""
     handle = os.memfd_create("weights")
     os.ftruncate(handle, size)  # pages are taken when written: a small model does not pay for a large bucket
     storage = torch.UntypedStorage._new_shared_fd_cpu(handle, size)
@@ -275,7 +283,7 @@ def shared_memory(size):
 
 
 def sampling_seed(seed, step, uid, sample):
-    """The seed of one response: 63 bits, hashed from what it depends on, all of them non-negative integers."""
+    """The seed of one response: 63 bits, hashed from what it depends on, all non-negative integers."""
     return int(np.random.SeedSequence([seed, step, uid, sample]).generate_state(1, np.uint64)[0]) >> 1
 
 
@@ -308,7 +316,8 @@ def engine_arguments(model_path, rollout, device, seed, max_length, trust_remote
 
 def start_engine(arguments):
     """SGLang's Engine, with schedulers that end with this process. Blocks until it is ready, 25 to 35 s."""
-    from sglang.srt.entrypoints.engine import Engine
+    with warnings.catch_warnings(action="ignore"):  # about kernels that this device does not have
+        from sglang.srt.entrypoints.engine import Engine
 
     class IdsEngine(Engine):
         run_scheduler_process_func = staticmethod(run_scheduler)
@@ -317,14 +326,18 @@ def start_engine(arguments):
         def _launch_detokenizer_subprocesses(**_):
             return [], []  # there is no text, so it would only hold memory
 
-    variables = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1", "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}
+    variables = {
+        "PYTHONWARNINGS": "ignore",
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for the few positions that are SGLang's own
+        "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",
+    }
     if arguments["device"] == "cpu":
         import sglang_cpu
 
         variables |= sglang_cpu.environment(arguments["tp_size"])
-    with mock.patch.dict(os.environ, variables):  # the schedulers inherit them, this process does not keep them
+    with mock.patch.dict(os.environ, variables):  # the schedulers inherit them, we do not keep them
         engine = IdsEngine(**arguments)
-    engine.tokenizer_manager._subprocess_watchdog.stop()  # it would kill this process; `_call` watches instead
+    engine.tokenizer_manager._subprocess_watchdog.stop()  # it would kill this process; `_call` watches
     return engine
 
 

@@ -1,7 +1,7 @@
-"""What lets SGLang 0.5.23 run without a GPU, and fast enough to train with. Delete it when a CPU wheel exists.
+"""What lets SGLang 0.5.23 run without a GPU, and fast enough to train. Delete it when a CPU wheel exists.
 
-SGLang's own CPU engine needs kernels that are on no package index. So its plain PyTorch path runs, and the few
-things in it that ask for CUDA, or are slow, are replaced in the scheduler process. Nothing here serves GPUs.
+SGLang's own CPU engine needs kernels that are on no package index. So its plain PyTorch path runs, and the
+few things in it that ask for CUDA, or are slow, are replaced in the scheduler process. GPUs need none of it.
 """
 
 import ctypes
@@ -68,11 +68,11 @@ def patch():
 
 
 def draw(probs, seeds, positions):
-    """Sample a token for each row of probs (B, V), by the seed and position (B,) of its request alone: (B, 1).
+    """Sample a token for each row of probs (B, V), by seed and position (B,) of its request alone: (B, 1).
 
-    First a block of the vocabulary is drawn, then a token in it, each by exponential races: argmax p / E, which is
-    Gumbel-max. That takes 2 sqrt(V) random numbers a row. An inverse CDF takes one, but its thresholds move with
-    the rounding of the batch that a row happens to be in, and the winner of a race hardly ever does.
+    First a block of the vocabulary is drawn, then a token in it, each by exponential races: argmax p / E,
+    which is Gumbel-max. That takes 2 sqrt(V) random numbers a row. An inverse CDF takes one, but its
+    thresholds move with the rounding of the batch that a row happens to be in; a race hardly ever turns.
     """
     batch, vocab = probs.shape
     side = math.isqrt(vocab - 1) + 1
@@ -120,7 +120,7 @@ class BatchedAttention(TorchNativeAttnBackend):
 
 
 class PageSaver(_TorchMemorySaverAdapterNoop):
-    """torch_memory_saver's idea on CPU: keep the addresses, give the physical pages back. They return as zeros."""
+    """torch_memory_saver's idea on CPU: keep the addresses, give the pages back. They return as zeros."""
 
     def __init__(self):
         self._storages = {}  # tag: {address: storage}
