@@ -16,7 +16,6 @@ import multiprocessing
 import os
 import signal
 import warnings
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, wait
 from unittest import mock
 
@@ -94,8 +93,7 @@ class Rollout:
 
     async def _respond_all(self, rows, step, sampling):
         """All responses at once; how many run together is the engine's business."""
-        copies = Counter(uid for _, uid, _ in rows)
-        prompts = {uid: prompt_ids for prompt_ids, uid, _ in rows if copies[uid] > 1}
+        prompts = {uid: prompt_ids for prompt_ids, uid, _ in rows}
         # SGLang computes a prompt again for each of its responses when they arrive together. So a request
         # for no tokens computes it first, and the responses find it in the prefix cache.
         cached = {
@@ -104,8 +102,7 @@ class Rollout:
         }
 
         async def respond(prompt_ids, uid, sample):
-            if uid in cached:
-                await cached[uid]
+            await cached[uid]
             seed = sampling_seed(self._seed, step, uid, sample)
             return await self._respond(prompt_ids, {**self._limits, "sampling_seed": seed, **sampling})
 
@@ -168,7 +165,7 @@ class Rollout:
             self._call(update, payloads, load_format="flattened_bucket", flush_cache=False)
 
     def release(self):
-        """Give the engine's memory back; even with `rollout.release` off, a sync must come before the next use."""
+        """Give the engine's memory back. With `rollout.release` off only the state changes."""
         if self._engine:
             self._state = "released"
             # The scheduler may still be putting the last batch away, and would fail if it had to release
@@ -185,19 +182,16 @@ class Rollout:
         """
         if self._engine is None:
             return
-        before, after, tags = {
-            "weights": ("released", "resumed", ["weights"]),
-            "kv_cache": ("synced", "ready", ["cuda_graph", "kv_cache"]),
-        }[tag]
-        self._expect(before, f"resume({tag!r})")
+        self._expect({"weights": "released", "kv_cache": "synced"}[tag], f"resume({tag!r})")
         if self._release:
+            tags = {"weights": ["weights"], "kv_cache": ["cuda_graph", "kv_cache"]}[tag]
             self._call(self._engine.resume_memory_occupation, tags)
         if tag == "kv_cache":
             self._call(self._engine.flush_cache)
-        self._state = after
+        self._state = {"weights": "resumed", "kv_cache": "ready"}[tag]
 
     def memory(self):
-        """Resident MiB of each engine process; on GPU also the device memory that this process does not hold."""
+        """Resident MiB of each engine process; on GPU also the device memory that others than we hold."""
         used = {}
         for rank, process in enumerate(self._processes):
             used[f"engine_{rank}"] = psutil.Process(process.pid).memory_info().rss / MIB
@@ -225,7 +219,7 @@ class Rollout:
             raise RuntimeError(f"{action}: the engine is {self._state}, not {state}. The order is {order}")
 
     def _call(self, function, *args, **kwargs):
-        """Call in the engine's thread. Raises RuntimeError when the engine refuses or a process of it dies."""
+        """Call in the engine's thread. Raises RuntimeError when the engine refuses or has lost a process."""
         future = self._thread.submit(function, *args, **kwargs)
         try:
             while not wait([future], timeout=0.5).done:
