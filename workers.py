@@ -185,7 +185,7 @@ def build_optimizer(model, settings, updates):
     first update uses lr/w and not 0, and the last one the floor."""
     groups = [{"params": list(model.parameters()), "initial_lr": settings.lr}]
     betas = tuple(settings.betas)
-    optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=betas, weight_decay=settings.weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=betas, weight_decay=settings.weight_decay, fused=True)
     warmup = int(settings.warmup * updates) if 0 < settings.warmup < 1 else int(settings.warmup)
     if settings.schedule == "constant":
         return optimizer, get_constant_schedule_with_warmup(optimizer, warmup, last_epoch=0)

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qw
 
 import algos
 import data
-from train_ppo import load
+from config import load
 
 TEMPERATURE = 0.7
 
