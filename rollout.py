@@ -44,20 +44,15 @@ class Rollout:
 
     model_path: folder in Hugging Face format; only its configs are read, weights come by `update_weights`.
     tokenizer: only for the id that ends a response; SGLang knows those of the model's configs itself.
-    rollout: the `rollout` section of the config.
     device: "cpu", or "cuda", where the current device is the first of the engine's.
     mesh: DeviceMesh over all ranks, one of its dimensions named "tp".
-    seed: the run's. max_length: tokens of the longest prompt and response together.
 
     The engine starts without valid weights, and released (`rollout.release`). Call it from one thread.
     """
 
-    def __init__(
-        self, *, model_path, tokenizer, rollout, device, mesh, seed, max_length, trust_remote_code=False
-    ):
-        self._device = device
-        self._seed = seed
-        self._release = rollout.release
+    def __init__(self, config, model_path, tokenizer, device, mesh):
+        rollout = config.rollout
+        self._device, self._seed, self._release = device, config.seed, rollout.release
         self._bucket_bytes = rollout.bucket_mb * MIB
         end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         self._limits = {"max_new_tokens": rollout.max_response_length, "stop_token_ids": end}
@@ -69,8 +64,7 @@ class Rollout:
         # SGLang takes over the signals and the event loop of the main thread. In a thread of its own it
         # leaves them alone, and a Ray actor or a torchrun rank keeps its handlers.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
-        arguments = engine_arguments(model_path, rollout, device, seed, max_length, trust_remote_code)
-        self._engine = self._call(start_engine, arguments)
+        self._engine = self._call(start_engine, engine_arguments(config, model_path, device))
         atexit.register(self.shutdown)
         children = {child.pid: child for child in multiprocessing.active_children()}
         self._processes = [children[pid] for pid in self._engine.get_all_child_pids()]
@@ -281,17 +275,18 @@ def sampling_seed(seed, step, uid, sample):
     return int(np.random.SeedSequence([seed, step, uid, sample]).generate_state(1, np.uint64)[0]) >> 1
 
 
-def engine_arguments(model_path, rollout, device, seed, max_length, trust_remote_code):
+def engine_arguments(config, model_path, device):
     """SGLang's arguments for this run; `rollout.engine_args` has the last word."""
+    rollout, longest = config.rollout, config.data.max_prompt_length + config.rollout.max_response_length
     arguments = {
         "model_path": model_path,
-        "trust_remote_code": trust_remote_code,
+        "trust_remote_code": config.model.trust_remote_code,
         "device": device,
         "dtype": rollout.dtype,
         "tp_size": rollout.tp,
         "load_format": "dummy",  # a sync always comes first, so weights from disk would be read for nothing
-        "context_length": max_length + 8,  # SGLang keeps some for itself and would cut the longest responses
-        "random_seed": seed,
+        "context_length": longest + 8,  # SGLang keeps some for itself and would cut the longest responses
+        "random_seed": config.seed,
         "skip_tokenizer_init": True,
         "sleep_on_idle": True,  # or an idle scheduler holds a core of the trainer
     }

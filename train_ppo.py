@@ -1,8 +1,11 @@
-"""The trainer: worker groups, the step loop, validation and checkpoints. Run it: python train_ppo.py --config FILE key=value
+"""The trainer: worker groups, the step loop, validation and checkpoints.
 
-One process drives: it draws prompts, has them answered, scored and turned into advantages, and has the workers learn.
-It touches no tensor on a device; workers.py does, and rollout.py has the engine. `Trainer.fit` and `Trainer.train_step` are
-the place to start reading. Left out on purpose: pipelining of rollout and update, streaming of data, other backends.
+python train_ppo.py --config recipes/chain_sum.yaml actor.lr=2e-6
+
+One process drives: it draws prompts, has them answered, scored and turned into advantages, and has the
+workers learn. It touches no tensor on a device; workers.py does, and rollout.py has the engine. `Trainer.fit`
+and `Trainer.train_step` are the place to start reading. Left out on purpose: pipelining of rollout and
+update, streaming of data, other backends.
 """
 
 import contextlib
@@ -22,16 +25,19 @@ from tqdm import tqdm
 
 import config as configuration
 
-# torch, Ray and what imports them are imported by `run`, when the config is known to be right.
+# The token columns that advantages are made from; the first three are always there.
+PADDED = ("response_mask", "old_logprobs", "token_level_scores", "rollout_logprobs", "ref_logprobs", "values",
+          "entropy")
 
 
-# ---- Worker groups: how the trainer speaks to the processes that hold the devices ---------------------------------------
+# ---- Worker groups: how the trainer speaks to the processes that hold the devices --------------------------
 
 
 class WorkerGroup:
     """The workers of one pool, spoken to with two verbs: `call` all of them, or `map` a batch over them.
 
-    A subclass has `world`, the number of ranks, and `run(method, args_per_rank)`, which returns a result per rank.
+    A subclass has `world`, the number of ranks, and `run(method, args_per_rank)`, which returns a result per
+    rank.
     """
 
     def call(self, method, *args):
@@ -44,29 +50,30 @@ class WorkerGroup:
         return list(zip(parts, self.run(method, [(data.select(batch, part), *args) for part in parts])))
 
     def map(self, method, batch, *args):
-        """`share` for methods that give new columns: returns the batch with them, in the batch's own order."""
-        columns = {}
-        for part, result in self.share(method, batch, *args):
-            for name, values in result.items():
-                column = columns.setdefault(name, [None] * len(batch["uid"]))
-                for row, value in zip(part, values, strict=True):
-                    column[row] = value
-        return batch | columns
+        """`share` for methods that give new columns. Returns the batch with them, in the batch's own order."""
+        shared = self.share(method, batch, *args)
+        columns = data.concat([result for _, result in shared])
+        order = [row for part, _ in shared for row in part]
+        return batch | data.select(columns, sorted(range(len(order)), key=order.__getitem__))
 
 
 class SpmdGroup(WorkerGroup):
-    """This process is one of the ranks: torchrun starts them all, launch=local has one. Every rank runs the same loop;
-    results are gathered on every rank, so that all loops see the same batches and numbers."""
+    """This process is one of the ranks: torchrun starts them all, launch=local has one.
+
+    Every rank runs the same loop; results are gathered on all, so that all loops see the same batches and
+    numbers.
+    """
 
     def __init__(self, config, name, pool):
-        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        local_rank, local_world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}  # torchrun sets these
+        self.rank, self.world, *local = (int(os.environ.get(name, value)) for name, value in names.items())
         init_method = "env://" if "RANK" in os.environ else f"file://{tempfile.mkdtemp()}/ranks"
-        self.worker = Worker(config, self.rank, self.world, local_rank, local_world, init_method)
+        self.worker = Worker(config, self.rank, self.world, *local, init_method)
 
     def run(self, method, args_per_rank):
         results = [None] * self.world
-        torch.distributed.all_gather_object(results, getattr(self.worker, method)(*args_per_rank[self.rank]))
+        result = getattr(self.worker, method)(*args_per_rank[self.rank])
+        torch.distributed.all_gather_object(results, result)
         return results
 
     def close(self):
@@ -74,28 +81,30 @@ class SpmdGroup(WorkerGroup):
 
 
 class RayGroup(WorkerGroup):
-    """One Ray actor per device and one placement-group bundle per node."""
+    """One Ray actor per device, in a placement group with a bundle per node."""
 
     def __init__(self, config, name, pool):
         nodes, devices = pool["nodes"], pool["devices_per_node"]
         self.world = nodes * devices
-        resources = {"CPU": 1} | ({"GPU": 1} if torch.cuda.is_available() else {})
-        have = ray.available_resources()
-        for kind in resources:
-            if self.world > have.get(kind, 0):
-                raise RuntimeError(f"pools.{name} wants {self.world} {kind}s and Ray has {have.get(kind, 0):g}")
-        bundle = {kind: devices for kind in resources}
+        kinds = ["CPU", "GPU"] if torch.cuda.is_available() else ["CPU"]
+        for kind in kinds:
+            have = ray.available_resources().get(kind, 0)
+            if self.world > have:
+                raise RuntimeError(f"pools.{name} wants {self.world} {kind}s and Ray has {have:g}")
+        bundle = dict.fromkeys(kinds, devices)
         group = ray.util.placement_group([bundle] * nodes, strategy="STRICT_SPREAD")
         if not group.wait(30):
             raise RuntimeError(f"pools.{name} wants {nodes} nodes with {bundle} each, not found within 30 s")
-        places = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=node) for node in range(nodes)]
+        indices = range(nodes)
+        places = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in indices]
         init_method = f"file://{tempfile.mkdtemp()}/ranks"
         if nodes > 1:
-            init_method = ray.get(ray.remote(free_address).options(num_cpus=0, scheduling_strategy=places[0]).remote())
+            first_node = ray.remote(free_address).options(num_cpus=0, scheduling_strategy=places[0])
+            init_method = ray.get(first_node.remote())
         self.actors = []
         for rank in range(self.world):
-            options = {"scheduling_strategy": places[rank // devices], "num_cpus": 1, "num_gpus": resources.get("GPU", 0)}
-            actor = ray.remote(Worker).options(**options)
+            place, gpus = places[rank // devices], kinds.count("GPU")
+            actor = ray.remote(Worker).options(scheduling_strategy=place, num_cpus=1, num_gpus=gpus)
             self.actors.append(actor.remote(config, rank, self.world, 0, devices, init_method))
 
     def run(self, method, args_per_rank):
@@ -103,7 +112,7 @@ class RayGroup(WorkerGroup):
         waiting = futures
         while waiting:
             done, waiting = ray.wait(waiting)
-            ray.get(done)  # the first failure is raised here, while other ranks may wait for the one that failed
+            ray.get(done)  # raises the first failure, while other ranks may wait for the one that failed
         return ray.get(futures)
 
     def close(self):
@@ -117,39 +126,42 @@ def free_address():
         return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
 
-# ---- The trainer -------------------------------------------------------------------------------------------------------
+# ---- The trainer -------------------------------------------------------------------------------------------
 
 
 class Trainer:
     """The step loop. It holds batches and numbers; everything on a device happens in the worker groups.
 
-    `launch` is ray, local or torchrun. Only the `main` process (rank 0 under torchrun) writes files and to the screen.
+    `launch` is ray, local or torchrun. Only the `main` process (rank 0 under torchrun) writes files and to
+    the screen. Raises ValueError or OSError with one line for a model or data that cannot be used; no process
+    has started then.
     """
 
     def __init__(self, config, launch, main):
         self.config, self.launch, self.main = config, launch, main
-        model_path = data.resolve_model(config.model.path)
-        self.paths = {"actor": model_path, "rollout": model_path}
-        self.paths |= {role: data.resolve_model(getattr(config, role).path or model_path) for role in ("critic", "ref")}
-        trust = config.model.trust_remote_code
-        self.tokenizer = AutoTokenizer.from_pretrained(config.model.tokenizer or model_path, trust_remote_code=trust)
-        self.val_prompts = None
+        path, trust = data.resolve_model(config.model.path), config.model.trust_remote_code
+        self.paths = {"actor": path, "rollout": path}
+        for role in ("critic", "ref"):
+            self.paths[role] = data.resolve_model(getattr(config, role).path or path)
+        tokenizer_path = config.model.tokenizer or path
+        self.tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=trust)
+        self.val_prompts = held_out = None
         if config.data.val:
             self.val_prompts = data.Prompts(config.data.val, self.tokenizer, config.data, key="data.val")
-        held_out = self.val_prompts if config.data.val != config.data.train else None
+        if config.data.val != config.data.train:
+            held_out = self.val_prompts
         order = config.seed, config.data.batch_size
         self.prompts = data.Prompts(config.data.train, self.tokenizer, config.data, *order, exclude=held_out)
-        self.rewards = None
-        if main:
-            scoring = self.tokenizer, config.rollout.max_response_length, config.data.num_workers
-            self.rewards = data.Rewards(config.reward, *scoring)
         self.total = config.trainer.steps or config.trainer.epochs * self.prompts.steps_per_epoch
         self.step, self.kl_coef, self.awake, self.metrics = 0, config.algorithm.kl_coef, False, {}
+        self.rewards = self.board = None
         self.pools, self.groups = [], {}
 
     def start(self):
-        """Start every pool's workers and load the roles; the engine comes last, when the memory that is left is known."""
-        config = self.config
+        """Start all processes. The engine comes last, when the memory that is left is known."""
+        config, longest = self.config, self.config.rollout.max_response_length
+        if self.main:
+            self.rewards = data.Rewards(config.reward, self.tokenizer, longest, config.data.num_workers)
         group_class = RayGroup if self.launch == "ray" else SpmdGroup
         for name, pool in config.pools.items():
             self.pools.append(group_class(config, name, pool))
@@ -164,7 +176,6 @@ class Trainer:
                 self.groups[role] = self.pools[home]
                 self.groups[role].call("build", role, self.paths[role], updates)
         self.directory = self.once(self.open_directory)
-        self.board = None
         if config.trainer.tensorboard and self.main:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -178,8 +189,9 @@ class Trainer:
         return directory
 
     def close(self):
-        """End the workers and their engines. Ray's and the engines' processes end with this one in any case."""
-        if self.main:
+        """End the workers and their engines. Ray's and the engines' processes end with this one in any
+        case."""
+        if self.rewards:
             self.rewards.close()
         for group in self.pools:
             group.close()
@@ -191,7 +203,7 @@ class Trainer:
         if self.step == 0 and self.config.validation.before and self.val_prompts:
             self.validate()
             self.write_metrics()
-        progress = tqdm(total=self.total, initial=self.step, disable=not self.main, unit="step", dynamic_ncols=True)
+        progress = tqdm(total=self.total, initial=self.step, disable=not self.main, unit="step")
         while self.step < self.total:
             self.step += 1
             self.train_step()
@@ -204,36 +216,32 @@ class Trainer:
         progress.close()
 
     def train_step(self):
-        """One step, in the order of DESIGN.md's diagram; every line adds columns to the batch."""
-        config, start = self.config, time.perf_counter()
+        """One step, in the order of DESIGN.md's diagram: every line adds columns to the batch, then the
+        models learn."""
+        start = time.perf_counter()
         self.wake()
         batch = self.collect()
         self.sleep()
-        if config.actor.old_logprobs == "recompute":
-            with self.phase("old_logprobs"):
-                batch = self.groups["actor"].map("score", batch, "actor")
-        if "ref" in self.groups:
-            with self.phase("ref"):
-                batch = self.groups["ref"].map("score", batch, "ref")
-        if "critic" in self.groups:
-            with self.phase("values"):
-                batch = self.groups["critic"].map("score", batch, "critic")
+        for role, phase in (("actor", "old_logprobs"), ("ref", "ref_logprobs"), ("critic", "values")):
+            if role in self.groups and (role != "actor" or self.config.actor.old_logprobs == "recompute"):
+                with self.phase(phase):
+                    batch = self.groups[role].map("score", batch, role)
         with self.phase("advantage"):
             batch = self.add_advantages(batch)
-        if "critic" in self.groups:
-            with self.phase("update_critic"):
-                self.update("critic", batch)
-        if self.step > config.critic.warmup_steps or "critic" not in self.groups:
-            with self.phase("update_actor"):
-                self.update("actor", batch)
-        tokens = sum(len(p) + len(r) for p, r in zip(batch["prompt_ids"], batch["response_ids"]))
+        for role in ("critic", "actor"):
+            warming_up = "critic" in self.groups and self.step <= self.config.critic.warmup_steps
+            if role in self.groups and (role != "actor" or not warming_up):
+                with self.phase(f"update_{role}"):
+                    self.update(role, batch)
         seconds = time.perf_counter() - start
-        self.metrics |= {"time/step": seconds, "perf/tokens": tokens, "perf/tokens_per_second": tokens / seconds}
+        tokens = sum(len(p) + len(r) for p, r in zip(batch["prompt_ids"], batch["response_ids"]))
+        self.metrics |= {"time/step": seconds, "perf/tokens_per_second": tokens / seconds}
 
     # -- rollout and rewards
 
     def wake(self):
-        """Bring the engine back with the actor's present weights, unless it has them already (after a validation)."""
+        """Bring the engine back with the actor's present weights, unless it has them already (after a
+        validation)."""
         with self.phase("sync"):
             if not self.awake:
                 self.groups["actor"].call("wake")
@@ -245,44 +253,49 @@ class Trainer:
         self.awake = False
 
     def collect(self):
-        """The step's scored responses: one draw of prompts, or with dynamic sampling (DAPO) as many as it takes, up to
-        `algorithm.dynamic_sampling` draws, to fill the batch with groups whose rewards differ."""
-        config, kept, thrown = self.config, [], 0
-        sampling = {name: getattr(config.rollout, name) for name in ("temperature", "top_p", "top_k", "min_p")}
-        wanted = config.data.batch_size * config.rollout.n
-        for draw in range(max(1, config.algorithm.dynamic_sampling)):
-            prompts = self.prompts.next()
-            with self.phase("rollout"):
-                batch = self.groups["actor"].map("generate", data.repeat(prompts, config.rollout.n), self.step, sampling)
-            with self.phase("reward"):
-                batch, metrics = self.once(self.rewards, batch)
-            if config.algorithm.advantage == "remax":
-                batch = self.add_greedy_baseline(prompts, batch)
-            if draw == 0:
-                self.metrics |= metrics
-            if not config.algorithm.dynamic_sampling:
-                return batch
-            informative = algos.informative_groups(torch.tensor(batch["scores"]), torch.tensor(batch["uid"])).nonzero()[:, 0]
-            thrown += len(batch["uid"]) - len(informative)
-            kept.append(data.select(batch, informative.tolist()))
-            if sum(len(part["uid"]) for part in kept) >= wanted:
+        """The step's scored responses. With dynamic sampling (DAPO, arXiv 2503.14476) groups whose rewards
+        are all equal are thrown away, and more prompts are drawn, at most `algorithm.dynamic_sampling` times
+        in all."""
+        wanted = self.config.data.batch_size * self.config.rollout.n
+        draws = self.config.algorithm.dynamic_sampling
+        batch = self.draw()
+        if not draws:
+            return batch
+        kept, drawn = [], 1
+        while True:
+            equal = ~algos.informative_groups(torch.tensor(batch["scores"]), torch.tensor(batch["uid"]))
+            kept.append(data.select(batch, (~equal).nonzero()[:, 0].tolist()))
+            whole = data.concat(kept)
+            if len(whole["uid"]) >= wanted or drawn == draws:
                 break
-        self.metrics |= {"dynamic/draws": draw + 1, "dynamic/thrown_responses": thrown}
-        whole = data.concat(kept)
+            batch, drawn = self.draw(), drawn + 1
         if not whole["uid"]:
-            raise RuntimeError(f"algorithm.dynamic_sampling={draw + 1}: no group of {draw + 1} draws has differing rewards")
+            raise RuntimeError(f"algorithm.dynamic_sampling={draws}: all groups drawn have equal rewards")
+        thrown = drawn * wanted - len(whole["uid"])
+        self.metrics |= {"dynamic/draws": drawn, "dynamic/thrown_responses": thrown}
         return data.select(whole, range(min(wanted, len(whole["uid"]))))
 
-    def add_greedy_baseline(self, prompts, batch):
-        """ReMax: the score of one greedy response per prompt, a column of the prompt's samples and nothing else."""
-        with self.phase("rollout_greedy"):
-            greedy = self.groups["actor"].map("generate", data.repeat(prompts, 1), self.step, {"temperature": 0.0})
-        greedy, _ = self.once(self.rewards, greedy)
-        scores = dict(zip(greedy["uid"], greedy["scores"]))
-        return batch | {"reward_baselines": [scores[uid] for uid in batch["uid"]]}
+    def draw(self):
+        """The next prompts, answered `rollout.n` times and scored."""
+        rollout, prompts = self.config.rollout, self.prompts.next()
+        sampling = {name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        with self.phase("rollout"):
+            batch = self.groups["actor"].map("generate", data.repeat(prompts, rollout.n), self.step, sampling)
+        with self.phase("reward"):
+            batch, metrics = self.once(self.rewards, batch)
+        self.metrics |= metrics
+        if self.config.algorithm.advantage == "remax":  # a greedy response is its prompt's baseline
+            with self.phase("rollout_greedy"):
+                once, greedily = data.repeat(prompts, 1), {"temperature": 0.0}
+                greedy = self.groups["actor"].map("generate", once, self.step, greedily)
+                greedy, _ = self.once(self.rewards, greedy)
+            baselines = dict(zip(greedy["uid"], greedy["scores"]))
+            batch["reward_baselines"] = [baselines[uid] for uid in batch["uid"]]
+        return batch
 
     def validate(self):
-        """Answer every validation prompt `validation.n` times; accuracies by source, all samples to samples.jsonl."""
+        """Answer every validation prompt `validation.n` times; accuracies by source, all samples to
+        samples.jsonl."""
         validation = self.config.validation
         self.wake()
         with self.phase("validate"):
@@ -300,40 +313,40 @@ class Trainer:
                 file.writelines(json.dumps({"step": self.step, **row}, default=str) + "\n" for row in rows)
             for row in rows[: validation.samples]:
                 prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
-                tqdm.write(f"  {row['scores']:5.2f} | {prompt[-60:]!r} -> {row['response'][:60]!r} ({row['answer']!r})")
+                shown = f"{prompt[-60:]!r} -> {row['response'][:60]!r} (answer {row['answer']!r})"
+                tqdm.write(f"  {row['scores']:5.2f}  {shown}")
 
     # -- advantages and updates
 
     def add_advantages(self, batch):
-        """Columns old_logprobs (if not yet there), token_level_rewards, advantages, returns, rollout_weights."""
-        algorithm = self.config.algorithm
+        """Columns advantages, returns and rollout_weights, and old_logprobs where they were not
+        recomputed."""
+        algorithm, rollout = self.config.algorithm, self.config.rollout
         batch.setdefault("old_logprobs", batch["rollout_logprobs"])
-        columns = ("response_mask", "token_level_scores", "old_logprobs", "rollout_logprobs", "ref_logprobs", "values", "entropy")
-        tensors = {name: data.pad(batch[name]) for name in columns if name in batch}
+        tensors = {name: data.pad(batch[name]) for name in PADDED if name in batch}
         tensors["group"] = torch.tensor(batch["uid"])
-        if "reward_baselines" in batch:
-            tensors["reward_baselines"] = torch.tensor(batch["reward_baselines"])
-        mask, rewards = tensors["response_mask"], tensors["token_level_scores"]
+        tensors["reward_baselines"] = torch.tensor(batch.get("reward_baselines", []))
+        mask, old, rewards = (tensors[name] for name in PADDED[:3])
         if algorithm.kl_in_reward:
-            token_kl = algos.kl(tensors["old_logprobs"], tensors["ref_logprobs"], algorithm.kl_estimator)
+            token_kl = algos.kl(old, tensors["ref_logprobs"], algorithm.kl_estimator)
             rewards = algos.apply_kl_penalty(rewards, token_kl, mask, self.kl_coef)
-            observed = algos.masked_mean(token_kl, mask).item()
+            observed, n = algos.masked_mean(token_kl, mask).item(), len(batch["uid"])
             self.metrics |= {"reward/kl": observed, "reward/kl_coef": self.kl_coef}
-            n = len(batch["uid"])
-            self.kl_coef = algos.kl_controller(self.kl_coef, observed, n, algorithm.kl_target, algorithm.kl_horizon)
+            steering = algorithm.kl_target, algorithm.kl_horizon
+            self.kl_coef = algos.kl_controller(self.kl_coef, observed, n, *steering)
         tensors["token_level_rewards"] = rewards
         advantages, returns = algos.advantage(algorithm.advantage, tensors, vars(algorithm))
-        rollout = self.config.rollout
-        pair = tensors["old_logprobs"], tensors["rollout_logprobs"]
-        weights, gap = algos.rollout_correction(*pair, mask, rollout.correction, rollout.correction_cap)
-        self.metrics |= {f"rollout/{name}": value.item() for name, value in gap.items()}
+        correction = rollout.correction, rollout.correction_cap
+        weights, gap = algos.rollout_correction(old, tensors["rollout_logprobs"], mask, *correction)
+        if self.config.actor.old_logprobs == "recompute":  # otherwise the update sees the gap
+            self.metrics |= {f"rollout/{name}": value.item() for name, value in gap.items()}
         if "entropy" in tensors:
             self.metrics["actor/entropy"] = algos.masked_mean(tensors["entropy"], mask).item()
         if "values" in tensors:
             explained = algos.explained_variance(tensors["values"], returns, mask)
             self.metrics["critic/explained_variance"] = explained.item()
-        new = {"advantages": advantages, "returns": returns, "rollout_weights": weights}
         lengths = [len(ids) for ids in batch["response_ids"]]
+        new = {"advantages": advantages, "returns": returns, "rollout_weights": weights}
         return batch | {name: data.unpad(tensor, lengths) for name, tensor in new.items()}
 
     def update(self, role, batch):
@@ -377,19 +390,19 @@ class Trainer:
         if self.board:
             for name, value in metrics.items():
                 self.board.add_scalar(name, value, self.step)
-        shown = {"reward": "reward/mean", "length": "response/length_mean", "kl": "actor/ppo_kl",
-                 "tokens/s": "perf/tokens_per_second"}
-        shown |= {name: name for name in metrics if name.startswith("val/")}
-        texts = {label: f"{metrics[name]:.4g}" for label, name in shown.items() if name in metrics}
-        tqdm.write(f"step {self.step}: " + ", ".join(f"{label} {text}" for label, text in texts.items()))
+        names = ["reward/mean", "response/length_mean", "actor/ppo_kl", "perf/tokens_per_second"]
+        names += [name for name in metrics if name.startswith("val/")]
+        shown = {name: f"{metrics[name]:.4g}" for name in names if name in metrics}
+        tqdm.write(f"step {self.step}: " + ", ".join(f"{name} {value}" for name, value in shown.items()))
         if progress is not None:
-            progress.set_postfix(texts, refresh=False)
+            progress.set_postfix(shown, refresh=False)
             progress.update()
 
     # -- checkpoints
 
     def save(self):
-        """Write a checkpoint beside, then rename it: it is whole or absent. Older ones are deleted only then."""
+        """Write a checkpoint beside, then rename it: it is whole or absent. Older ones are deleted only
+        then."""
         folder = self.directory / "checkpoints"
         beside = folder / f"unfinished_{self.step}"
         with self.phase("save"):
@@ -407,7 +420,8 @@ class Trainer:
             shutil.rmtree(old)
 
     def resume(self):
-        """Continue from the newest whole checkpoint, if there is one; later rows of the records are of no run any more."""
+        """Continue from the newest whole checkpoint, if there is one; later rows of the records are of no
+        run any more."""
         found = checkpoints(self.directory)
         if found:
             state = json.loads((found[-1] / "trainer.json").read_text())
@@ -422,24 +436,25 @@ class Trainer:
         for name in ("metrics.jsonl", "samples.jsonl"):
             path = self.directory / name
             if path.exists():
-                lines = [line for line in path.read_text().splitlines(True) if json.loads(line)["step"] <= self.step]
-                path.write_text("".join(lines if checkpoints(self.directory) else []))
+                lines = path.read_text().splitlines(True) if checkpoints(self.directory) else []
+                path.write_text("".join(line for line in lines if json.loads(line)["step"] <= self.step))
 
 
 def checkpoints(directory):
     """The whole checkpoints of a run directory, oldest first."""
-    return sorted((directory / "checkpoints").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
+    found = (directory / "checkpoints").glob("step_*")
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
-# ---- One run -----------------------------------------------------------------------------------------------------------
+# ---- One run -----------------------------------------------------------------------------------------------
 
 
 def run(config):
     """Train as `config` (already checked) says. Whatever ends it, no process of the run stays behind."""
-    # Seconds of imports, made only when there is something to run.
+    # Seconds of imports, which a run with a wrong config is spared.
     global AutoTokenizer, PlacementGroupSchedulingStrategy, Worker, algos, data, ray, torch
     if config.ray.address is None:
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray's servers then listen on loopback only
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # a private Ray then listens on loopback only
     import ray
     import torch
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -450,28 +465,25 @@ def run(config):
     import report
     from workers import Worker
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # run what stands under `finally`
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # then `finally` is reached
     launch = "torchrun" if "RANK" in os.environ else config.launch
-    trainer = Trainer(config, launch, main=int(os.environ.get("RANK", 0)) == 0)
     try:
-        if launch == "ray":
-            start_ray(config.ray)
+        trainer = Trainer(config, launch, main=int(os.environ.get("RANK", 0)) == 0)
+    except (ValueError, OSError) as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        sys.exit(2)
+    try:
+        if launch == "ray" and config.ray.address:
+            ray.init(address=config.ray.address, logging_level="ERROR")
+        elif launch == "ray":
+            ray.init(num_cpus=config.ray.num_cpus, include_dashboard=False, logging_level="ERROR")
         trainer.start()
         trainer.fit()
         if trainer.main:
             print(f"report: {report.write(trainer.directory)}")
     finally:
         trainer.close()
-        if launch == "ray":
-            ray.shutdown()
-
-
-def start_ray(settings):
-    """Join the cluster at ray.address, or start a private one on this machine."""
-    if settings.address:
-        ray.init(address=settings.address, logging_level="ERROR")
-    else:
-        ray.init(num_cpus=settings.num_cpus, include_dashboard=False, logging_level="ERROR")
+        ray.shutdown()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""One process per device: FSDP2 models (actor, critic, reference), their passes and updates, and one rank's engine.
+"""One process per device: FSDP2 models (actor, critic, reference), their passes and updates, and one rank's
+engine.
 
-A `Worker` is told what to do by the trainer, through Ray or directly (torchrun, launch=local). Every method that takes a
-batch is called on all ranks together, each with its own share of the rows. Inside, rows become micro-batches of padded
-model rows; outside, nothing is padded. A worker knows nothing of datasets, rewards or steps.
+A `Worker` is told what to do by the trainer, through Ray or directly (torchrun, launch=local). Every method
+that takes a batch is called on all ranks together, each with its own share of the rows. Inside, rows become
+micro-batches of padded model rows; outside, nothing is padded. A worker knows nothing of datasets, rewards or
+steps.
 """
 
 import functools
@@ -15,7 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_model_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.utils.rnn import pad_sequence
@@ -29,34 +32,39 @@ import algos
 import data
 from rollout import Rollout
 
-TOKEN_COLUMNS = ("response_mask", "old_logprobs", "ref_logprobs", "advantages", "returns", "values", "rollout_weights")
+# The token columns that losses are made from, and those that a forward pass gives.
+TOKEN_COLUMNS = ("response_mask", "old_logprobs", "ref_logprobs", "advantages", "returns", "values",
+                 "rollout_weights", "rollout_logprobs")
 SCORES = {"actor": ("old_logprobs", "entropy"), "ref": ("ref_logprobs", "ref_entropy"), "critic": ("values",)}
 
 
-# ---- Forward passes ----------------------------------------------------------------------------------------------------
+# ---- Forward passes ----------------------------------------------------------------------------------------
 
 
 def pack(batch, units, device):
-    """Lay out units (lists of row indices of one prompt) as padded model rows: prompt, response 1, response 2, ...
+    """Lay out units (lists of row indices of one prompt) as padded model rows: prompt, response 1, response
+    2, ...
 
-    Positions restart after the prompt for every response, and the mask lets a response see the prompt and itself only, so
-    that a group's prompt is computed once. The last token of a response predicts nothing that is used and is left out.
+    Positions restart after the prompt for every response, and the mask lets a response see the prompt and
+    itself only, so that a group's prompt is computed once. The last token of a response predicts nothing that
+    is used and is left out.
 
-    Returns the model's inputs (input_ids [B, T], position_ids [B, T], attention_mask [B, 1, T, T] or None where every row
-    holds one response and plain causal attention is right), and for all responses in order of the units the flat position
-    in B*T that predicts each response token: a list of 1-D tensors.
+    Returns the model's inputs (input_ids [B, T], position_ids [B, T], attention_mask [B, 1, T, T] or None
+    where every row holds one response and plain causal attention is right), and for all responses in order of
+    the units the flat position in B*T that predicts each response token: a list of 1-D tensors.
     """
     ids, positions, segments, predictors = [], [], [], []
     for unit in units:
         prompt = batch["prompt_ids"][unit[0]]
-        row_ids, row_positions, row_segments = [prompt], [torch.arange(len(prompt))], [torch.zeros(len(prompt))]
         end = len(prompt)
+        row_ids, row_positions, row_segments = [prompt], [torch.arange(end)], [torch.zeros(end)]
         for segment, row in enumerate(unit, start=1):
             read = batch["response_ids"][row][:-1]
             row_ids.append(read)
             row_positions.append(len(prompt) + torch.arange(len(read)))
             row_segments.append(torch.full((len(read),), float(segment)))
-            predictors.append((len(ids), torch.cat([torch.tensor([len(prompt) - 1]), end + torch.arange(len(read))])))
+            before = torch.tensor([len(prompt) - 1])  # the prompt's last token predicts the response's first
+            predictors.append((len(ids), torch.cat([before, end + torch.arange(len(read))])))
             end += len(read)
         ids.append(torch.cat(row_ids))
         positions.append(torch.cat(row_positions))
@@ -77,7 +85,8 @@ def pack(batch, units, device):
 
 
 def chunk_logprobs(hidden, weight, bias, labels, temperature, with_entropy):
-    """Log-probs of `labels` [N] and entropy [N] (zeros unless asked for) from hidden states [N, H]; logits live only here."""
+    """Log-probs of `labels` [N] and entropy [N] (zeros unless asked for) from hidden states [N, H]; logits
+    live only here."""
     logits = F.linear(hidden, weight, bias).float() / temperature
     logsumexp = logits.logsumexp(-1)
     logprobs = logits.gather(-1, labels[:, None])[:, 0] - logsumexp
@@ -89,8 +98,8 @@ def chunk_logprobs(hidden, weight, bias, labels, temperature, with_entropy):
 def token_logprobs(model, inputs, predictors, labels, temperature, with_entropy):
     """What replaces the forward of a causal language model: log-probs and entropy [N] of N given tokens.
 
-    Only the positions that predict a token (`predictors` [N], flat in B*T) reach the head, and they do so in chunks whose
-    logits are recomputed in the backward pass: [tokens x vocabulary] never exists at once.
+    Only the positions that predict a token (`predictors` [N], flat in B*T) reach the head, and they do so in
+    chunks whose logits are recomputed in the backward pass: [tokens x vocabulary] never exists at once.
     """
     hidden = model.get_decoder()(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[predictors]
     head = model.get_output_embeddings()
@@ -103,30 +112,32 @@ def token_logprobs(model, inputs, predictors, labels, temperature, with_entropy)
 
 
 def token_values(forward, inputs, predictors):
-    """What replaces the forward of a critic: the value [N] at the position that predicts each response token."""
+    """What replaces the forward of a critic: the value [N] at the position that predicts each response
+    token."""
     return (forward(**inputs, use_cache=False).logits.flatten(0, 1)[predictors, 0].float(),)
 
 
-# ---- Building models ---------------------------------------------------------------------------------------------------
+# ---- Building models ---------------------------------------------------------------------------------------
 
 
 def build_model(role, path, settings, config, mesh):
     """An FSDP2 model on `mesh`: "critic" has a value head, every other role a language-model head.
 
-    Rank 0 reads the weights, the other ranks build on the meta device and receive their shards from it, so a full copy
-    exists once per job and only while loading. Master weights are float32; `settings.compute_dtype` is the precision of
-    the passes. Dropout of any name is set to 0: a ratio of new to old log-probs must be 1 before the first update.
+    Rank 0 reads the weights, the other ranks build on the meta device and receive their shards from it, so a
+    full copy exists once per job and only while loading. Master weights are float32; `settings.compute_dtype`
+    is the precision of the passes. Dropout of any name is set to 0: a ratio of new to old log-probs must be 1
+    before the first update.
     """
-    overrides = dict(config.model.overrides)
-    model_config = AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code, **overrides)
+    trust = config.model.trust_remote_code
+    model_config = AutoConfig.from_pretrained(path, trust_remote_code=trust, **config.model.overrides)
     for name in list(vars(model_config)):
         if name.endswith(("dropout", "pdrop")):
             setattr(model_config, name, 0.0)
     auto = AutoModelForCausalLM
     if role == "critic":
         auto, model_config.num_labels = AutoModelForTokenClassification, 1
-    kwargs = {"trust_remote_code": config.model.trust_remote_code, "dtype": torch.float32,
-              "attn_implementation": config.model.attn_implementation}
+    kwargs = {"trust_remote_code": trust, "dtype": torch.float32}
+    kwargs["attn_implementation"] = config.model.attn_implementation
     if dist.get_rank() == 0:
         model, loading = auto.from_pretrained(path, config=model_config, output_loading_info=True, **kwargs)
         if role != "critic" and loading["missing_keys"]:
@@ -156,7 +167,8 @@ def build_model(role, path, settings, config, mesh):
 def shard_model(model, compute_dtype, mesh):
     """Shard every layer, then the rest, over `mesh`, and fill all ranks with rank 0's weights and buffers.
 
-    Gradients are summed over ranks, not averaged: losses are already divided by the whole mini-batch's counts.
+    Gradients are summed over ranks, not averaged: losses are already divided by the whole mini-batch's
+    counts.
     """
     weights = model.state_dict() if dist.get_rank() == 0 else {}
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
@@ -165,7 +177,7 @@ def shard_model(model, compute_dtype, mesh):
             fully_shard(module, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for module in model.modules():
-        if hasattr(module, "set_gradient_divide_factor"):
+        if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction with a factor
     if dist.get_rank() == 0:
@@ -181,11 +193,11 @@ def shard_model(model, compute_dtype, mesh):
 
 
 def build_optimizer(model, settings, updates):
-    """AdamW and its schedule over `updates` optimizer updates. The schedule starts at 1, so that with a warm-up of w the
-    first update uses lr/w and not 0, and the last one the floor."""
+    """AdamW and its schedule over `updates` optimizer updates. The schedule starts at 1, so that with a
+    warm-up of w the first update uses lr/w and not 0, and the last one the floor."""
     groups = [{"params": list(model.parameters()), "initial_lr": settings.lr}]
-    betas = tuple(settings.betas)
-    optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=betas, weight_decay=settings.weight_decay, fused=True)
+    options = {"betas": tuple(settings.betas), "weight_decay": settings.weight_decay, "fused": True}
+    optimizer = torch.optim.AdamW(groups, lr=settings.lr, **options)
     warmup = int(settings.warmup * updates) if 0 < settings.warmup < 1 else int(settings.warmup)
     if settings.schedule == "constant":
         return optimizer, get_constant_schedule_with_warmup(optimizer, warmup, last_epoch=0)
@@ -194,13 +206,15 @@ def build_optimizer(model, settings, updates):
     )
 
 
-# ---- The worker --------------------------------------------------------------------------------------------------------
+# ---- The worker --------------------------------------------------------------------------------------------
 
 
 class Worker:
-    """One rank: its shards of every model in its pool, and its engine. Batches are dicts of lists, see DESIGN.md.
+    """One rank: its shards of every model in its pool, and its engine. Batches are dicts of lists, see
+    DESIGN.md.
 
-    `init_method` is where the ranks of a pool meet: env:// under torchrun, a file on one machine, tcp:// across machines.
+    `init_method` is where the ranks of a pool meet: env:// under torchrun, a file on one machine, tcp://
+    across machines.
     """
 
     def __init__(self, config, rank, world, local_rank, local_world, init_method):
@@ -211,7 +225,7 @@ class Worker:
         if self.device == "cuda":
             torch.cuda.set_device(local_rank)
         else:
-            # Ray sets OMP_NUM_THREADS to the actor's CPUs; the ranks of a machine share its cores evenly instead.
+            # Ray sets OMP_NUM_THREADS to an actor's CPUs; here a machine's ranks share its cores evenly.
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world))
         backend = "cpu:gloo,cuda:nccl" if self.device == "cuda" else "gloo"
         dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world)
@@ -220,35 +234,33 @@ class Worker:
         self.rollout = None
 
     def build(self, role, path, updates):
-        """Load one role; the trainer calls this for critic, reference, then actor and rollout, in that order."""
+        """Load one role; the trainer calls this for critic, reference, then actor and rollout, in that
+        order."""
         config = self.config
         if role == "rollout":
-            tokenizer = AutoTokenizer.from_pretrained(
-                config.model.tokenizer or path, trust_remote_code=config.model.trust_remote_code
-            )
-            self.rollout = Rollout(
-                model_path=path, tokenizer=tokenizer, rollout=config.rollout, device=self.device,
-                mesh=init_device_mesh(self.device, (self.world // config.rollout.tp, config.rollout.tp),
-                                      mesh_dim_names=("dp", "tp")),
-                seed=config.seed, max_length=config.data.max_prompt_length + config.rollout.max_response_length,
-                trust_remote_code=config.model.trust_remote_code,
-            )
+            tokenizer_path, trust = config.model.tokenizer or path, config.model.trust_remote_code
+            tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=trust)
+            shape = self.world // config.rollout.tp, config.rollout.tp
+            mesh = init_device_mesh(self.device, shape, mesh_dim_names=("dp", "tp"))
+            self.rollout = Rollout(config, path, tokenizer, self.device, mesh)
             return
         settings = getattr(config, role)
-        self.models[role] = build_model(role, path, settings, config, self.mesh)
+        self.models[role] = model = build_model(role, path, settings, config, self.mesh)
         if role in ("actor", "critic"):
-            self.optimizers[role], self.schedules[role] = build_optimizer(self.models[role], settings, updates[role])
+            self.optimizers[role], self.schedules[role] = build_optimizer(model, settings, updates[role])
 
     # -- rollout
 
     def wake(self):
-        """Engine weights come back, the actor's shards stream in, then the kv cache: after this the engine may generate."""
+        """Engine weights come back, the actor's shards stream in, then the kv cache: after this the engine
+        may generate."""
         self.rollout.resume("weights")
         self.rollout.update_weights(self.full_tensors("actor"))
         self.rollout.resume("kv_cache")
 
     def full_tensors(self, role):
-        """(name, whole tensor) of every parameter once, gathered one at a time; all ranks must walk through all of it."""
+        """(name, whole tensor) of every parameter once, gathered one at a time; all ranks must walk
+        through all of it."""
         dtype = getattr(torch, self.config.rollout.dtype)
         for name, parameter in self.models[role].named_parameters():
             yield name, parameter.detach().to(dtype).full_tensor()
@@ -264,8 +276,8 @@ class Worker:
     # -- forward passes
 
     def micro_batches(self, batch, role):
-        """This rank's micro-batches: (units, weight). All ranks must run equally many forward and backward passes, or
-        FSDP's collectives hang; a rank with fewer repeats its first row with weight 0."""
+        """This rank's micro-batches: (units, weight). All ranks must run equally many forward and backward
+        passes, or FSDP's collectives hang; a rank with fewer repeats its first row with weight 0."""
         settings = getattr(self.config, "critic" if role == "critic" else "actor")
         plan = data.micro_batches(batch, settings.max_tokens_per_device, self.config.actor.share_prompt)
         longest = torch.tensor(len(plan))
@@ -273,8 +285,8 @@ class Worker:
         return [(units, 1.0) for units in plan] + [([[0]], 0.0)] * (int(longest) - len(plan))
 
     def forward(self, role, batch, units, weight, with_entropy=False):
-        """One micro-batch: its token columns padded to [n, R], and the model's outputs in the same shape, 0 where the
-        model did not write the token. Rows are in the order of `units`."""
+        """One micro-batch: its token columns padded to [n, R], and the model's outputs in the same shape, 0
+        where the model did not write the token. Rows are in the order of `units`."""
         rows = [row for unit in units for row in unit]
         columns = {
             name: pad_sequence([batch[name][row] for row in rows], batch_first=True).to(self.device)
@@ -297,8 +309,8 @@ class Worker:
 
     @torch.no_grad()
     def score(self, batch, role):
-        """New columns of 1-D float32 tensors over the response: old_logprobs and entropy (role "actor"), ref_logprobs
-        ("ref"), or values ("critic")."""
+        """New columns of 1-D float32 tensors over the response: old_logprobs and entropy (role "actor"),
+        ref_logprobs ("ref"), or values ("critic")."""
         columns = {name: [None] * len(batch["response_ids"]) for name in SCORES[role]}
         for units, weight in self.micro_batches(batch, role):
             _, outputs = self.forward(role, batch, units, weight, with_entropy=role == "actor")
@@ -314,36 +326,46 @@ class Worker:
     def update(self, batch, role, norm):
         """One optimizer update of the actor or the critic from this rank's share of a mini-batch.
 
-        `norm` holds the counts of the whole mini-batch over all ranks (algos.normaliser): each micro-batch's loss is its
-        part of the whole, so gradients just add up, whatever the split. Returns metrics, equal on all ranks.
+        `norm` holds the counts of the whole mini-batch over all ranks (algos.normaliser): each micro-batch's
+        loss is its part of the whole, so gradients just add up, whatever the split. Returns metrics, equal on
+        all ranks.
         """
         model, optimizer, schedule = self.models[role], self.optimizers[role], self.schedules[role]
         settings, loss_function = getattr(self.config, role), getattr(self, f"{role}_loss")
-        totals = defaultdict(float)
-        torch.manual_seed(self.config.seed + schedule.last_epoch)  # clip_cov draws: a resumed run must draw the same
+        totals, widest = defaultdict(float), torch.zeros(1, device=self.device)
+        torch.manual_seed(self.config.seed + schedule.last_epoch)  # clip_cov draws: the same when resumed
         for units, weight in self.micro_batches(batch, role):
-            with_entropy = role == "actor" and settings.entropy_coef != 0
+            with_entropy = role == "actor" and (settings.entropy_coef or settings.old_logprobs != "recompute")
             columns, outputs = self.forward(role, batch, units, weight, with_entropy)
             loss, stats = loss_function(columns, *outputs, norm)
             loss.backward()
             totals["loss"] += loss.item()
             for name, tensor in stats.items():
-                totals[name] += ((tensor.detach() * columns["response_mask"]).sum() / max(norm["tokens"], 1)).item()
+                per_token = tensor.detach() * columns["response_mask"]
+                totals[name] += per_token.sum().item() / max(norm["tokens"], 1)
+                if name == "rollout/logprob_diff_mean":
+                    widest = torch.maximum(widest, per_token.max())
         sums = torch.tensor(list(totals.values()), dtype=torch.float64, device=self.device)
         dist.all_reduce(sums)
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_grad).full_tensor().item()
+        dist.all_reduce(widest, op=dist.ReduceOp.MAX)
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_grad)
+        grad_norm = grad_norm.full_tensor().item()
         finite = math.isfinite(grad_norm)
         if finite:
             optimizer.step()
         optimizer.zero_grad()
-        metrics = {f"{role}/{name}": value for name, value in zip(totals, sums.tolist())}
+        names = [name if "/" in name else f"{role}/{name}" for name in totals]
+        metrics = dict(zip(names, sums.tolist()))
         metrics |= {f"{role}/grad_norm": grad_norm, f"{role}/lr": schedule.get_last_lr()[0]}
         metrics[f"{role}/skipped_updates"] = float(not finite)
+        if "rollout/logprob_diff_mean" in metrics:
+            metrics["rollout/logprob_diff_max"] = widest.item()
         schedule.step()
         return metrics
 
     def actor_loss(self, columns, logprobs, entropy, norm):
-        """Policy loss + kl_coef * KL(policy, reference) - entropy_coef * entropy, as parts of the mini-batch's mean."""
+        """Policy loss + kl_coef * KL(policy, reference) - entropy_coef * entropy, as parts of the
+        mini-batch's mean."""
         actor, mask = self.config.actor, columns["response_mask"]
         old = logprobs.detach() if actor.old_logprobs == "skip" else columns["old_logprobs"]
         inputs = logprobs, old, columns["advantages"], mask, vars(actor), columns["rollout_weights"]
@@ -355,21 +377,28 @@ class Worker:
             stats["kl_loss"] = kl
         if actor.entropy_coef:
             loss = loss - actor.entropy_coef * algos.aggregate(entropy, mask, actor.loss_agg, norm)
+        if actor.old_logprobs != "recompute":  # only here are they compared to the engine's
+            gap = algos.log_ratio(logprobs, columns["rollout_logprobs"], mask)
+            stats |= {"rollout/logprob_diff_mean": gap.abs(), "rollout/logprob_diff_k3": algos.k3(-gap)}
+            stats["entropy"] = entropy
         return loss, stats
 
     def critic_loss(self, columns, values, norm):
         critic, mask = self.config.critic, columns["response_mask"]
-        losses, stats = algos.value_loss(values, columns["values"], columns["returns"], mask, critic.cliprange_value)
+        inputs = values, columns["values"], columns["returns"], mask
+        losses, stats = algos.value_loss(*inputs, critic.cliprange_value)
         return algos.aggregate(losses, mask, critic.loss_agg, norm), stats
 
     # -- state
 
     def state(self, role):
         model_state, optimizer_state = get_state_dict(self.models[role], self.optimizers[role])
-        return {"model": model_state, "optimizer": optimizer_state, "schedule": self.schedules[role].state_dict()}
+        schedule_state = self.schedules[role].state_dict()
+        return {"model": model_state, "optimizer": optimizer_state, "schedule": schedule_state}
 
     def save(self, path):
-        """Write every trained role's shards below `path`; the trainer makes the folder whole by renaming it."""
+        """Write every trained role's shards below `path`; the trainer makes the folder whole by renaming
+        it."""
         for role in self.optimizers:
             dcp.save(self.state(role), checkpoint_id=f"{path}/{role}")
 
@@ -389,7 +418,7 @@ class Worker:
         else:
             own = psutil.Process().memory_info().rss
         engine = self.rollout.memory() if self.rollout else {}
-        return {f"trainer{self.rank}": own / 2**20} | {f"{name}{self.rank}": mib for name, mib in engine.items()}
+        return {f"{name}{self.rank}": mib for name, mib in ({"trainer": own / 2**20} | engine).items()}
 
     def shutdown(self):
         if self.rollout:

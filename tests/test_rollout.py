@@ -53,10 +53,11 @@ def start(path, **changes):
         bucket_mb=16, release=True, engine_args={},
     )
     mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
-    return Rollout(
-        model_path=str(path), tokenizer=SimpleNamespace(eos_token_id=EOS), device="cpu", mesh=mesh, seed=1,
-        rollout=SimpleNamespace(**settings | changes), max_length=2048,
+    config = SimpleNamespace(
+        seed=1, rollout=SimpleNamespace(**settings | changes), model=SimpleNamespace(trust_remote_code=False),
+        data=SimpleNamespace(max_prompt_length=2048 - RESPONSE),
     )
+    return Rollout(config, str(path), SimpleNamespace(eos_token_id=EOS), "cpu", mesh)
 
 
 def sync(engine, model):

@@ -60,6 +60,7 @@ def measure(worker, folder, updates):
     for role in ("actor", "ref", "critic"):
         mine |= worker.score(mine, role)
     mine["rollout_weights"] = mine["response_mask"]
+    mine["rollout_logprobs"] = mine["old_logprobs"]
     gradients, clip = {}, torch.nn.utils.clip_grad_norm_
 
     def record_and_clip(parameters, limit):

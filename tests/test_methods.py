@@ -1,0 +1,86 @@
+"""Every method that YAML can name takes real steps on the toy recipe: one process, one engine, a config for each step."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+ADVANTAGES = ["gae", "grpo", "grpo_passk", "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline",
+              "opo", "gpg"]
+LOSSES = ["ppo", "gspo", "cispo", "gpg", "geo_mean", "sapo", "kl_cov", "clip_cov"]
+AGGREGATIONS = ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
+CORRECTIONS = ["token", "sequence", "token-mask", "sequence-mask"]
+TWICE = ["actor.mini_batch_size=64", "actor.epochs=2"]  # so that ratios differ from 1
+METHODS = {
+    **{f"advantage {name}": [f"algorithm.advantage={name}"] for name in ADVANTAGES},
+    **{f"loss {name}": [f"actor.policy_loss={name}", *TWICE] for name in LOSSES},
+    **{f"aggregation {name}": [f"actor.loss_agg={name}"] for name in AGGREGATIONS},
+    **{f"correction {name}": [f"rollout.correction={name}"] for name in CORRECTIONS},
+    "Dr. GRPO": ["algorithm.norm_adv_by_std=false", "actor.loss_agg=seq-mean-token-sum-norm"],
+    "KL in the loss": ["actor.kl_coef=0.1", "actor.kl_estimator=k3+"],
+    "KL in the reward": ["algorithm.kl_in_reward=true", "algorithm.kl_target=0.1"],
+    "DAPO": ["actor.clip_ratio_high=0.28", "algorithm.dynamic_sampling=20", "reward.overlong_buffer=1"],
+    "engine's log-probs": ["actor.old_logprobs=rollout"],
+    "ratio 1": ["actor.old_logprobs=skip"],
+    "truncated responses masked": ["reward.mask_truncated=true"],
+}
+
+
+def train_all(trainer):
+    """In place of Trainer.fit: one step per method, each with the config that its words give."""
+    from config import check, load, roles_needed
+
+    groups, rows = trainer.groups, {}
+    for name, words in METHODS.items():
+        config = load(["recipes/toy.yaml"], ["launch=local", "seed=5", *words])
+        check(config)
+        trainer.config = trainer.pools[0].worker.config = config
+        trainer.groups = {role: groups[role] for role in roles_needed(config)}
+        trainer.step += 1
+        trainer.metrics = {}
+        trainer.train_step()
+        rows[name] = trainer.metrics
+    Path(sys.argv[1]).write_text(json.dumps(rows))
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("methods")
+    command = [sys.executable, __file__, str(folder / "rows.json"), str(folder / "run")]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads((folder / "rows.json").read_text())
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_step_with(rows, name):
+    metrics = rows[name]
+    assert all(math.isfinite(value) for key, value in metrics.items() if key.startswith(("actor/", "rollout/")))
+    assert metrics["actor/grad_norm"] > 0
+    assert metrics["actor/skipped_updates"] == 0
+    assert metrics["rollout/logprob_diff_max"] < 1e-4
+    assert metrics["actor/entropy"] > 0
+
+
+def test_what_belongs_to_one_method_shows_there(rows):
+    assert "critic/explained_variance" in rows["advantage gae"] and "critic/loss" not in rows["advantage grpo"]
+    assert "time/rollout_greedy" in rows["advantage remax"]
+    assert rows["KL in the loss"]["actor/kl_loss"] >= 0
+    assert rows["KL in the reward"]["reward/kl_coef"] == 0.001
+    assert rows["DAPO"]["dynamic/draws"] > 1 and rows["DAPO"]["dynamic/thrown_responses"] > 0
+    assert abs(rows["loss ppo"]["actor/ppo_kl"]) > 1e-6  # two epochs of two mini-batches: off-policy by the second
+    assert rows["ratio 1"]["actor/ppo_kl"] == 0
+
+
+if __name__ == "__main__":
+    import train_ppo
+    from config import load
+
+    train_ppo.Trainer.fit = train_all
+    roles = ["algorithm.advantage=gae", "actor.kl_coef=0.1"]
+    train_ppo.run(load(["recipes/toy.yaml"], ["launch=local", f"trainer.dir={sys.argv[2]}", *roles]))
