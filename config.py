@@ -1,19 +1,21 @@
 """The configuration: layers of YAML and overrides from the command line, checked before anything starts.
 
-config.yaml holds every option with its default. OmegaConf reads and merges the layers above it; what is here is the rest:
-types, unknown keys, and the rules of `check`. Wrong input is answered with one line, and quickly: torch and what imports it
-are imported by `check` alone.
+config.yaml holds every option with its default. OmegaConf reads and merges the layers above it and resolves
+references; what is here is the rest: unknown keys, types, and the rules of `check`. Wrong input is refused
+with one line that names the key or the file, and quickly: only `check` imports torch and what imports it.
 """
 
 import argparse
 import contextlib
 import difflib
 import inspect
-import json
 import os
 import re
+import signal
 import subprocess
 import sys
+from fnmatch import fnmatch
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,197 +24,306 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 BASE = Path(__file__).with_name("config.yaml")
-# What fits a key that is null by default has the type given here; text if it is not here.
+# Keys that are null by default take text, or what is like the value given here.
 NULLS = {"ray.num_cpus": 1, "rollout.kv_tokens": 1, "trainer.steps": 1, "algorithm.kl_target": 0.1}
-OVERRIDE = re.compile(r"(\+{0,2}|~)([\w-]+(?:\.[\w-]+)*)(=?)(.*)", re.DOTALL)  # sign, dotted key, =, value
+FROM_ZERO = "seed", "validation.samples"  # whole numbers that may be 0 although their default is not
+OVERRIDE = re.compile(r"(\+?\+?|~)([\w-]+(?:\.[\w-]+)*)(?:=(.*))?", re.DOTALL)  # sign, dotted key, value
+
+
+# ---- Words, files and overrides ----------------------------------------------------------------------------
 
 
 def decode(text):
     """A word's value, as in hydra: 1e-6, null, true, [1, 2], {a: 1}; on, 12:30, 007 and a=b are text."""
-    with contextlib.suppress(OmegaConfBaseException):
+    with contextlib.suppress(OmegaConfBaseException):  # what is not in its grammar is text
         return OmegaConf.create({"text": text, "value": "${oc.decode:${text}}"}).value
     return text
 
 
-# ${env:NAME,default}; without a default the variable has to be set
-OmegaConf.register_resolver(
-    "env", lambda name, *default: decode((dict(zip([name], default)) | os.environ)[name]), replace=True)
+def environment(name, *default):
+    """${env:NAME,default}: the variable's value, as a word; without a default it has to be set."""
+    if name not in os.environ and len(default) != 1:
+        raise ValueError(f"the environment has no {name}; ${{env:{name},...}} would give a default")
+    return decode(os.environ[name]) if name in os.environ else default[0]
 
 
-def add_layer(config, file):
+OmegaConf.register_resolver("env", environment, replace=True)
+
+
+@contextlib.contextmanager
+def blame(source):
+    """Errors say that they come from `source`, a file or a word."""
+    try:
+        yield
+    except (ValueError, OmegaConfBaseException) as error:
+        raise ValueError(f"{source}: {error}") from None
+
+
+def add_layer(config, file, default, above=()):
     """Lays a YAML file over `config`, after those in its `defaults` list, whose paths start at the file."""
-    layer = OmegaConf.load(file)
-    for name in layer.pop("defaults") if "defaults" in layer else []:
-        add_layer(config, file.parent / name)
-    config.merge_with(layer)
+    with blame(file):
+        layer = OmegaConf.load(file)
+        if not OmegaConf.is_dict(layer):
+            raise ValueError("must be keys with values, not a list")
+        below = layer.pop("defaults", OmegaConf.create([]))
+        if not OmegaConf.is_list(below) or file in above:
+            raise ValueError("`defaults` must be a list of files that do not lead back here")
+        for name in below:
+            add_layer(config, (file.parent / str(name)).resolve(), default, (*above, file))
+        config.merge_with(layer)
+        fit(OmegaConf.to_container(config), default)
 
 
-def fit(value, default, path=""):
-    """`value`, with dicts as namespaces, if keys and types are those of `default`. An int fits a float."""
-    default = NULLS.get(path, "text") if default is None and value is not None else default
-    value = float(value) if isinstance(default, float) and type(value) is int else value
+def override(config, word):
+    """Does to `config` what a word says, whether its key is known or not. Returns {key} if it has a +."""
+    match = OVERRIDE.fullmatch(word)
+    sign, key, text = match.groups() if match else ("", "", None)
+    if (text is None) != (sign == "~") or text == "None":
+        raise ValueError("is not key=value, +new=value, ++any=value or ~old; None is null")
+    section, _, name = key.rpartition(".")
+    parent = OmegaConf.select(config, section)
+    there = OmegaConf.is_dict(parent) and name in parent
+    if sign == "~" and not there or sign == "+" and there and not OmegaConf.is_dict(parent[name]):
+        raise ValueError(f"there is {'a' if there else 'no'} key {key}")
+    if sign == "~":
+        del parent[name]
+    else:  # a reference waits until all keys are there
+        OmegaConf.update(config, key, text if "${" in text else decode(text))
+    return {key} if "+" in sign else set()
+
+
+def fit(value, default, added=(), path=""):
+    """`value`, dicts as namespaces, if keys and types are those of `default` or the keys are in `added`.
+
+    An int fits a float. A pool may have any name, but has the keys of the main one. Pools, what is {} by
+    default and what is added stay dicts. Raises ValueError.
+    """
+    if isinstance(value, str) and "${" in value:
+        return value  # a reference in a file: its type is known when all layers are there
+    if default is None and value is not None:
+        default = NULLS.get(path, "text")
+    if isinstance(default, float) and type(value) is int:
+        value = float(value)
     if type(value) is not type(default) or value == "None":
         raise ValueError(f"{path}={value!r} must be {type(default).__name__}, like {default!r}; None is null")
-    if type(value) is int and value < min(default, 1) and path not in ("seed", "validation.samples"):
-        raise ValueError(f"{path}={value!r} must be at least {min(default, 1)}")
+    least = 0 if path in FROM_ZERO else 1
+    if type(value) is int and value < min(default, least):
+        raise ValueError(f"{path}={value!r} must be at least {min(default, least)}")
     if isinstance(value, list):
-        return [fit(item, default[0], path) for item in value]
+        return [fit(item, default[0], path=path) for item in value]
     if not isinstance(value, dict) or default == {}:
         return value
-    default = dict.fromkeys(value, default["main"]) if path == "pools" else default
-    paths = {key: f"{path}.{key}".lstrip(".") for key in value.keys() | default.keys()}
-    for name in {paths[key] for key in value.keys() ^ default.keys()}:
-        near = difflib.get_close_matches(name, options_in(load()), n=1, cutoff=0)[0]
-        raise ValueError(f"there is no key {name}, the nearest is {near} (+{name}=... would add it)")
-    tree = {key: fit(item, default[key], paths[key]) for key, item in value.items()}
-    return tree if path.startswith("pools") else SimpleNamespace(**tree)
-
-
-def options_in(config):
-    """{"actor.lr": 1e-6, "seed": 0, ...}: the options by their dotted keys."""
-    sections = {name: getattr(part, "__dict__", {"": part}) for name, part in vars(config).items()}
-    return {f"{name}.{key}".rstrip("."): part[key] for name, part in sections.items() for key in part}
+    if path == "pools":
+        main = default["main"]
+        return {name: vars(fit(pool, main, added, f"pools.{name}")) for name, pool in value.items()}
+    tree = {}
+    for key in default | value:
+        name = f"{path}.{key}".lstrip(".")
+        if key not in value:
+            raise ValueError(f"{name} is missing")
+        if key in default:
+            tree[key] = fit(value[key], default[key], added, name)
+        elif any(f"{name}.".startswith(f"{new}.") or new.startswith(f"{name}.") for new in added):
+            tree[key] = value[key]
+        else:
+            near = difflib.get_close_matches(name, options_in(load()), n=1, cutoff=0)[0]
+            raise ValueError(f"there is no key {name}, the nearest is {near} (+{name}=... would add it)")
+    return SimpleNamespace(**tree)
 
 
 def load(files=(), overrides=()):
-    """The config: config.yaml, each layer file, each override, in order; keys and types are checked."""
-    config, known = OmegaConf.load(BASE), OmegaConf.load(BASE)
+    """The config: config.yaml, each layer file, each override, in order, as nested namespaces.
+
+    Raises ValueError for an unknown key, a wrong type or a malformed override; what OmegaConf, YAML and the
+    file system raise comes through.
+    """
+    config = OmegaConf.load(BASE)
+    default, added = OmegaConf.to_container(config), set()
     for file in files:
-        add_layer(config, Path(file))
+        add_layer(config, Path(file), default)
     for word in overrides:
-        sign, key, equals, text = (OVERRIDE.fullmatch(word) or OVERRIDE.fullmatch("no-override")).groups()
-        old = OmegaConf.select(config, key, default=config)  # config itself: there is no such key
-        if bool(equals) == (sign == "~") or text == "None" or sign == "+" and not OmegaConf.is_dict(old):
-            raise ValueError(f"{word} is not key=value, +new=value, ++any=value or ~old; None is null")
-        if sign == "~":
-            section, _, name = key.rpartition(".")
-            del OmegaConf.select(config, section, default=OmegaConf.create())[name]
-        # what a + adds is a known key from then on
-        for tree in (config, known)[: bool(equals) + bool(equals and sign and old is config)]:
-            OmegaConf.update(tree, key, text if "${" in text else decode(text))
-    return fit(*(OmegaConf.to_container(tree, resolve=True) for tree in (config, known)))
+        with blame(word):
+            added |= override(config, word)
+    return fit(OmegaConf.to_container(config, resolve=True), default, added)
+
+
+def plain(config):
+    """The config with dicts for namespaces."""
+    if not isinstance(config, SimpleNamespace):
+        return config
+    return {name: plain(part) for name, part in vars(config).items()}
 
 
 def dump(config):
     """YAML that gives the same config when it is a layer."""
-    return OmegaConf.to_yaml(json.loads(json.dumps(config, default=vars)))
+    return OmegaConf.to_yaml(plain(config))
+
+
+def options_in(config):
+    """{"seed": 0, "actor.lr": 1e-6, ...}: every option's value by its dotted key."""
+    options = {}
+    for name, part in vars(config).items():
+        inside = vars(part) if isinstance(part, SimpleNamespace) else {}
+        options |= {f"{name}.{key}": value for key, value in inside.items()} or {name: part}
+    return options
 
 
 # ---- What must hold, besides keys and types ----------------------------------------------------------------
 
 
 def roles_needed(config):
-    """The roles that this config has work for."""
+    """The set of roles that this config has work for: actor, rollout and perhaps critic and ref."""
     import algos
 
-    reads = inspect.signature(algos.ADVANTAGES[config.algorithm.advantage]).parameters
     needed = {"actor", "rollout"}
-    if "values" in reads:
+    if "values" in inspect.signature(algos.ADVANTAGES[config.algorithm.advantage]).parameters:
         needed.add("critic")
     if config.algorithm.kl_in_reward or config.actor.kl_coef:
         needed.add("ref")
     return needed
 
 
+RANGES = [  # patterns of keys, what holds for their values, and that in words
+    ("*.lr *.weight_decay *kl_coef", lambda x: 0 <= x < inf, "must be at least 0 and finite"),
+    ("*.clip_ratio_* *.cliprange_value validation.temperature", lambda x: x >= 0, "must be at least 0"),
+    ("*.gamma *.lam *.min_lr_ratio *.min_p *_cov_ratio", lambda x: 0 <= x <= 1, "must be from 0 to 1"),
+    ("*.top_p *.mem_fraction", lambda x: 0 < x <= 1, "must be above 0 and at most 1"),
+    ("*.clip_grad *.kl_target *.correction_cap *.tau_* *.timeout rollout.temperature",
+     lambda x: x is None or x > 0, "must be above 0"),
+    ("*.top_k", lambda x: x != 0, "must be at least 1, or -1 for off"),
+    ("*.warmup", lambda x: 0 <= x < 1 or x >= 1 and x % 1 == 0, "must be a share below 1 or a whole number"),
+    ("*.betas", lambda x: len(x) == 2 and 0 <= min(x) <= max(x) < 1, "must be two numbers in [0, 1)"),
+]
+
+
 def check(config):
-    """Refuses what cannot run or has no effect, with one line: the key, its value, and what would be right."""
+    """Raises ValueError for what cannot run or has no effect: one line with key, value and what is right.
+
+    Imports torch, and the file of every function that the config names.
+    """
     import algos
     import data
+    from rollout import check_engine_args
 
     now, default = options_in(config), options_in(load())
+    algorithm, actor, critic, rollout = config.algorithm, config.actor, config.critic, config.rollout
 
     def require(holds, key, right):
         if not holds:
-            raise ValueError(f"{key}={now.get(key)!r} {right}")
+            raise ValueError(f"{key}={now[key]!r} {right}")
 
-    precisions, schedules = ["float32", "bfloat16"], ["constant", "cosine"]
+    def matching(patterns):
+        return [key for key in default if any(fnmatch(key, pattern) for pattern in patterns.split())]
+
+    for patterns, holds, right in RANGES:
+        for key in matching(patterns):
+            require(holds(now[key]), key, right)
     choices = {
-        "launch": ["ray", "local"], "data.overlong": ["filter", "left", "right", "error"],
-        "algorithm.advantage": algos.ADVANTAGES, "algorithm.kl_estimator": algos.KL_ESTIMATORS,
-        "rollout.correction": algos.ROLLOUT_CORRECTIONS, "rollout.dtype": precisions,
-        "actor.policy_loss": algos.POLICY_LOSSES, "actor.old_logprobs": ["recompute", "rollout", "skip"],
+        "launch": ["ray", "local"],
+        "data.overlong": ["filter", "left", "right", "error"],
+        "algorithm.advantage": algos.ADVANTAGES,
+        "algorithm.kl_estimator": algos.KL_ESTIMATORS,
+        "rollout.correction": algos.ROLLOUT_CORRECTIONS,
+        "actor.policy_loss": algos.POLICY_LOSSES,
+        "actor.old_logprobs": ["recompute", "rollout", "skip"],
         "actor.kl_estimator": [name + plus for name in algos.KL_ESTIMATORS for plus in ("", "+")],
-        "actor.loss_agg": algos.AGGREGATIONS, "critic.loss_agg": algos.AGGREGATIONS,
-        "actor.schedule": schedules, "critic.schedule": schedules, "actor.compute_dtype": precisions,
-        "critic.compute_dtype": precisions, "ref.compute_dtype": precisions,
+        "*.loss_agg": algos.AGGREGATIONS,
+        "*.schedule": ["constant", "cosine"],
+        "*dtype": ["float32", "bfloat16"],
     }
-    for key, names in choices.items():
-        require(now[key] in names, key, f"must be one of {', '.join(names)}")
+    for pattern, names in choices.items():
+        for key in matching(pattern):
+            require(now[key] in names, key, f"must be one of {', '.join(names)}")
 
-    algorithm, actor, rollout, needed = config.algorithm, config.actor, config.rollout, roles_needed(config)
-    idle = {  # options that begin so have no effect: why
-        "critic.": "critic" not in needed and "algorithm.advantage is not gae",
-        "ref.": "ref" not in needed and "algorithm.kl_in_reward is false and actor.kl_coef is 0",
-        "algorithm.kl_": not algorithm.kl_in_reward and "algorithm.kl_in_reward is false",
+    needed = roles_needed(config)
+    idle = {  # these options have no effect: the reason, if it is so
+        "critic.*": "critic" not in needed and f"algorithm.advantage is {algorithm.advantage}",
+        "ref.*": "ref" not in needed and "algorithm.kl_in_reward is false and actor.kl_coef is 0",
+        "algorithm.kl_*": not algorithm.kl_in_reward and "algorithm.kl_in_reward is false",
         "algorithm.kl_horizon": algorithm.kl_target is None and "algorithm.kl_target is null",
         "actor.kl_estimator": actor.kl_coef == 0 and "actor.kl_coef is 0",
         "actor.min_lr_ratio": actor.schedule == "constant" and "actor.schedule is constant",
-        "critic.min_lr_ratio": config.critic.schedule == "constant" and "critic.schedule is constant",
+        "critic.min_lr_ratio": critic.schedule == "constant" and "critic.schedule is constant",
         "rollout.correction_cap": rollout.correction == "off" and "rollout.correction is off",
         "reward.overlong_penalty": config.reward.overlong_buffer == 0 and "reward.overlong_buffer is 0",
-        "validation.": config.data.val is None and "data.val is null",
+        "validation.*": config.data.val is None and "data.val is null",
     }
-    for chosen, methods in ("algorithm.advantage", algos.ADVANTAGES), ("actor.policy_loss", algos.POLICY_LOSSES):
-        read = algos.options_of(methods[now[chosen]])
-        for option in {option for method in methods.values() for option in algos.options_of(method)}:
-            idle[f"{chosen.split('.')[0]}.{option}"] = option not in read and f"{chosen} is {now[chosen]}"
-    for start, why in idle.items():
-        for key in now:
-            unused = key.startswith(start) and why
-            require(not unused or now[key] == default[key], key, f"has no effect, because {why}")
+    methods = [("algorithm", "advantage", algos.ADVANTAGES), ("actor", "policy_loss", algos.POLICY_LOSSES)]
+    for section, chooser, table in methods:
+        chosen = now[f"{section}.{chooser}"]
+        for option in {option for method in table.values() for option in algos.options_of(method)}:
+            unread = option not in algos.options_of(table[chosen])
+            idle[f"{section}.{option}"] = unread and f"{section}.{chooser} is {chosen}"
+    for pattern, reason in idle.items():
+        for key in matching(pattern):
+            require(not reason or now[key] == default[key], key, f"has no effect, because {reason}")
 
     grouped = "group" in inspect.signature(algos.ADVANTAGES[algorithm.advantage]).parameters
     require(rollout.n > 1 or not grouped, "rollout.n", f"must be above 1 for {algorithm.advantage}")
-    require(rollout.temperature > 0, "rollout.temperature", "must be above 0 (validation's may be 0)")
     responses = config.data.batch_size * rollout.n
     longest = config.data.max_prompt_length + rollout.max_response_length
-    for role in needed & {"actor", "critic"}:
-        settings, what = getattr(config, role), "data.max_prompt_length + rollout.max_response_length"
-        require(responses % settings.mini_batch_size == 0, f"{role}.mini_batch_size",
+    for role in sorted(needed & {"actor", "critic"}):
+        require(responses % now[f"{role}.mini_batch_size"] == 0, f"{role}.mini_batch_size",
                 f"must divide data.batch_size * rollout.n = {responses}")
-        require(settings.max_tokens_per_device >= longest, f"{role}.max_tokens_per_device",
-                f"must be at least {what} = {longest}")
+        require(now[f"{role}.max_tokens_per_device"] >= longest, f"{role}.max_tokens_per_device",
+                f"must be at least data.max_prompt_length + rollout.max_response_length = {longest}")
     if actor.old_logprobs == "skip":
-        once = actor.mini_batch_size == responses and actor.epochs == 1 and not algorithm.kl_in_reward
-        require(once and rollout.correction == "off", "actor.old_logprobs",
-                "needs one mini-batch and one epoch per step, no kl_in_reward and no rollout.correction")
+        once = actor.mini_batch_size == responses and actor.epochs == 1
+        require(once and not algorithm.kl_in_reward and rollout.correction == "off", "actor.old_logprobs",
+                "needs actor.epochs=1, one mini-batch, no algorithm.kl_in_reward and no rollout.correction")
 
-    homes = {role: pool for pool in config.pools.values() for role in pool["roles"]}
     placed = [role for pool in config.pools.values() for role in pool["roles"]]
-    require(needed <= set(placed) and len(set(placed)) == len(placed) and homes["actor"] is homes["rollout"],
-            "pools", f"must place {', '.join(sorted(needed))} once each, actor and rollout together")
+    homes = {role: pool for pool in config.pools.values() for role in pool["roles"]}
+    once = len(placed) == len(homes) and needed <= homes.keys() <= {"actor", "rollout", "critic", "ref"}
+    require(once and homes["actor"] is homes["rollout"], "pools",
+            f"must place {', '.join(sorted(needed))} once each, actor and rollout together")
     world = homes["actor"]["nodes"] * homes["actor"]["devices_per_node"]
     require(world % rollout.tp == 0, "rollout.tp", f"must divide the {world} devices of its pool")
-    require(config.launch == "ray" or world == len(config.pools) == 1, "launch", "needs one pool with one device")
+    single = world == len(config.pools) == 1
+    require(config.launch == "ray" or single, "launch", "needs one pool of one device")
+
     require(config.data.train, "data.train", "is required")
     require(config.model.path, "model.path", "is required")
-    for key in ("model.path", "model.tokenizer", "critic.path", "ref.path"):
-        path = now[key] or "org/name"
+    for key in filter(now.get, ["model.path", "model.tokenizer", "critic.path", "ref.path"]):
+        path = now[key]
         if ".py:" in path:
             data.load_function(path, key)
-        elif path.count("/") != 1 or Path(path).parent.is_dir():  # what is left is a name on the hub
-            require(Path(path).is_dir(), key, "must be a folder, org/name on the hub, or file.py:function")
+        elif path.count("/") != 1 or Path(path).parent.is_dir():  # what is left may be a name on the hub
+            right = "must be a folder, org/name on the hub, or file.py:function"
+            require(Path(path).is_dir(), key, right)
     data.check(config.data, config.reward)
-    if rollout.engine_args:
-        from rollout import check_engine_args
-
-        check_engine_args(rollout.engine_args)
+    check_engine_args(rollout.engine_args)
 
 
 # ---- The command line --------------------------------------------------------------------------------------
 
 
-def sweep(program, arguments):
-    """Runs the points of the grid one by one, each a process with its own run directory: it can resume."""
-    points, commands = [arguments.overrides], []
-    for key, _, values in (word.partition("=") for word in arguments.sweep):
+def sweep(program, files, overrides, grid):
+    """Runs the points of a grid one by one, each a process with its own run directory: the sweep can resume.
+
+    `grid` has "key=value,value,..." words. Every point is checked before the first starts. Returns 0 or the
+    largest exit code; a point that fails does not keep the others from running.
+    """
+    points, commands, codes = [[]], [], []
+    for key, _, values in (word.partition("=") for word in grid):
         points = [[*point, f"{key}={value}"] for point in points for value in values.split(",")]
     for point in points:
-        trainer, label = load(arguments.config, point).trainer, ",".join(point[-len(arguments.sweep):])
-        place = f"trainer.dir={trainer.dir or 'runs/' + trainer.name}/{label.replace('/', '_')}"
-        files = [f"--config={file}" for file in arguments.config]
-        commands.append([sys.executable, program, *files, *point, place])
-    return int(any([subprocess.Popen(command).wait() for command in commands]))
+        config = load(files, [*overrides, *point])
+        check(config)
+        place = Path(config.trainer.dir or f"runs/{config.trainer.name}", ",".join(point).replace("/", "_"))
+        layers = [f"--config={file}" for file in files]
+        commands.append([sys.executable, program, *layers, *overrides, *point, f"trainer.dir={place}"])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # to run what is under `finally`
+    for command in commands:
+        # Ctrl-C does not reach another session: a point is told to end from here, once, and can clean up
+        process = subprocess.Popen(command, start_new_session=True)
+        try:
+            codes.append(process.wait())
+        finally:
+            process.terminate()
+            process.wait()
+    return max(map(abs, codes))
+
 
 def from_command_line(program, words=None):
     """The checked config that the command line asks for. Exits with 2 if it is wrong, and after --sweep.
@@ -221,12 +332,12 @@ def from_command_line(program, words=None):
 
     Overrides come after all files, in order; config.yaml lists the keys:
       actor.lr=1e-5      sets a key, actor.betas.0=0.8 an item; [1, 2] replaces a list, {a: 1} joins a dict
-      +pools.b={...}     adds a key; ++key=value sets or adds it; ~pools.main deletes it
+      pools.b={...}      adds a pool; +trainer.new=1 adds a key, ++ sets or adds one; ~pools.main deletes one
       ref.path='${model.path}' and trainer.name='${env:USER,nobody}' refer to a key and to the environment
     All words after --sweep, up to the next option, span a grid of runs, each with a run directory of its own.
     """
-    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=from_command_line.__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=inspect.getdoc(from_command_line),
+                                     formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--config", action="append", default=[], metavar="FILE", help="a YAML layer")
     parser.add_argument("--print-config", action="store_true", help="show the resolved config and exit")
     parser.add_argument("--sweep", nargs="+", metavar="KEY=VALUES", help="like actor.lr=1e-6,1e-5 seed=1,2")
@@ -235,10 +346,11 @@ def from_command_line(program, words=None):
     try:
         config = load(arguments.config, arguments.overrides)
         if arguments.print_config:
-            parser.exit(0, dump(config))
+            print(dump(config), end="")
+            parser.exit(0)
         if arguments.sweep:
-            parser.exit(sweep(program, arguments))
+            parser.exit(sweep(program, arguments.config, arguments.overrides, arguments.sweep))
         check(config)
-    except (ValueError, OSError, YAMLError, OmegaConfBaseException, RecursionError) as error:
+    except (ValueError, OSError, YAMLError, OmegaConfBaseException) as error:
         parser.exit(2, f"error: {' '.join(str(error).split())}\n")
     return config
