@@ -197,7 +197,7 @@ def _groups(batch):
 def split(batch, parts):
     """Row indices for each of `parts` ranks, even in tokens: a group's prompt, once, and all its responses.
 
-    A group (the rows of one uid) stays together; with fewer groups than parts each row is dealt out by itself,
+    A group (the rows of one uid) stays together; with fewer groups than parts each row goes by itself,
     and no part is empty if there are rows enough. Longest first, each to the part with least (within 4/3 of
     the best; Graham 1969).
     """
