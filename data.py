@@ -275,8 +275,6 @@ def check(data, reward):
         if spec is not None:
             next(load_rows(spec, data, key), None)
     reward_function(reward.function)
-    if reward.timeout <= 0:
-        raise ValueError(f"reward.timeout={reward.timeout}: must be above 0 seconds")
 
 
 # ---- rewards ----
@@ -301,6 +299,7 @@ class Rewards:
 
     def __init__(self, options, tokenizer, max_response_length, workers=2):
         self.options, self.tokenizer, self.max_response_length = options, tokenizer, max_response_length
+        self.shown = False  # has a failed score been shown?
         # a trainer with threads must not be forked; the initializer loads a file outside any score's time
         multiprocessing.set_forkserver_preload(["data", PACKAGES.get(options.function, "data")])
         self.pool = pebble.ProcessPool(workers, context=multiprocessing.get_context("forkserver"),
@@ -328,7 +327,8 @@ class Rewards:
             text = f"{options.function}: {len(errors)} of {len(tasks)} scores failed: {errors[0]}"
             if len(errors) == len(tasks):
                 raise RuntimeError(text)
-            log.warning(text)
+            log.log(logging.DEBUG if self.shown else logging.WARNING, text)
+            self.shown = True
         results = [{} if future.exception() else future.result() for future in futures]
         scores = torch.tensor([r.get("score", options.fallback) for r in results], dtype=torch.float64)
         lengths = torch.tensor([mask.sum() for mask in masks]).double()

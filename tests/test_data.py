@@ -353,6 +353,8 @@ def test_raising_costs_its_sample(score, caplog, error):  # fault 9
     assert batch["scores"] == [1, 1, 1, -0.5, 1, 1, 1, 1]
     assert metrics["reward/errors"] == 1 and metrics["reward/timeouts"] == 0
     assert caplog.text.count("Traceback") == 1 and "bad row" in caplog.text
+    score.opened[0](responses(texts))
+    assert caplog.text.count("Traceback") == 1  # shown once a run
 
 
 def test_a_dead_process_costs_its_sample(score):  # fault 9
@@ -440,8 +442,7 @@ def test_check(tmp_path):
     section = data_options(train="recipes/toy.py:problems", val=None)
     data.check(section, reward_options(function="recipes/toy.py:score"))
     for word, changes in [("reward.function=exakt: there is no file", {"function": "exakt"}),
-                          ("no function 'scores'", {"function": "recipes/toy.py:scores"}),
-                          ("reward.timeout=0.0: must be above 0", {"timeout": 0.0})]:
+                          ("no function 'scores'", {"function": "recipes/toy.py:scores"})]:
         with pytest.raises(ValueError, match=word):
             data.check(section, reward_options(**changes))
     section.val = write_rows(tmp_path / "val.jsonl", [{"question": "w9"}])
