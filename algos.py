@@ -412,13 +412,6 @@ def rollout_correction(old_log_prob, rollout_log_prob, response_mask, mode, cap)
 # ------------------------------------------------------- DAPO (arXiv 2503.14476)
 
 
-def overlong_penalty(lengths, max_response_length, overlong_buffer, penalty):
-    """Soft over-long punishment, to add to the scores: 0 up to max_response_length - overlong_buffer tokens,
-    then linear down to -penalty at max_response_length. lengths [B]; overlong_buffer > 0."""
-    excess = lengths - (max_response_length - overlong_buffer)
-    return -penalty * (excess / overlong_buffer).clamp(0.0, 1.0)
-
-
 def informative_groups(scores, group):
     """Dynamic sampling keeps the rows [B] where this is True: their group's scores are not all equal (NaN is
     no score), so that the group has a gradient. scores, group [B]."""

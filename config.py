@@ -196,6 +196,15 @@ RANGES = [  # patterns of keys, what holds for their values, and that in words
 ]
 
 
+def check_engine_args(engine_args):
+    """Raise ValueError, one line, for a name in `rollout.engine_args` (a dict) that SGLang does not know."""
+    if engine_args:
+        from sglang.srt.server_args import ServerArgs  # seconds of imports, for nothing in most runs
+
+        for name in sorted(set(engine_args) - set(ServerArgs.__struct_fields__)):
+            raise ValueError(f"rollout.engine_args.{name}: SGLang's Engine has no such argument")
+
+
 def check(config):
     """Raises ValueError for what cannot run or has no effect: one line with key, value and what is right.
 
@@ -203,7 +212,6 @@ def check(config):
     """
     import algos
     import data
-    from rollout import check_engine_args
 
     now, default = options_in(config), options_in(load())
     algorithm, actor, critic, rollout = config.algorithm, config.actor, config.critic, config.rollout

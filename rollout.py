@@ -30,15 +30,6 @@ PR_SET_PDEATHSIG = 1  # prctl(2): the signal to get when the parent dies, howeve
 COLUMNS = ("response_ids", "response_mask", "rollout_logprobs", "turns", "finish_reason")
 
 
-def check_engine_args(engine_args):
-    """Raise ValueError, one line, for a name in `rollout.engine_args` (a dict) that SGLang does not know."""
-    if engine_args:
-        from sglang.srt.server_args import ServerArgs  # seconds of imports, for nothing in most runs
-
-        for name in sorted(set(engine_args) - set(ServerArgs.__struct_fields__)):
-            raise ValueError(f"rollout.engine_args.{name}: SGLang's Engine has no such argument")
-
-
 class Rollout:
     """One rank's part of the engine.
 

@@ -10,7 +10,6 @@ update, streaming of data, other backends.
 
 import contextlib
 import json
-import math
 import os
 import shutil
 import signal
@@ -50,7 +49,7 @@ class WorkerGroup:
         return list(zip(parts, self.run(method, [(data.select(batch, part), *args) for part in parts])))
 
     def map(self, method, batch, *args):
-        """`share` for methods that give new columns. Returns the batch with them, in the batch's own order."""
+        """`share` for methods that give new columns. Returns the batch with them, its order kept."""
         shared = self.share(method, batch, *args)
         columns = data.concat([result for _, result in shared])
         order = [row for part, _ in shared for row in part]
@@ -95,8 +94,7 @@ class RayGroup(WorkerGroup):
         group = ray.util.placement_group([bundle] * nodes, strategy="STRICT_SPREAD")
         if not group.wait(30):
             raise RuntimeError(f"pools.{name} wants {nodes} nodes with {bundle} each, not found within 30 s")
-        indices = range(nodes)
-        places = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in indices]
+        places = [PlacementGroup(group, placement_group_bundle_index=node) for node in range(nodes)]
         init_method = f"file://{tempfile.mkdtemp()}/ranks"
         if nodes > 1:
             first_node = ray.remote(free_address).options(num_cpus=0, scheduling_strategy=places[0])
@@ -165,21 +163,14 @@ class Trainer:
         group_class = RayGroup if self.launch == "ray" else SpmdGroup
         for name, pool in config.pools.items():
             self.pools.append(group_class(config, name, pool))
-        responses = config.data.batch_size * config.rollout.n
-        updates = {
-            role: self.total * settings.epochs * math.ceil(responses / settings.mini_batch_size)
-            for role, settings in (("actor", config.actor), ("critic", config.critic))
-        }
         for role in ("critic", "ref", "actor", "rollout"):
             if role in configuration.roles_needed(config):
                 home = [role in pool["roles"] for pool in config.pools.values()].index(True)
                 self.groups[role] = self.pools[home]
-                self.groups[role].call("build", role, self.paths[role], updates)
+                self.groups[role].call("build", role, self.paths[role], self.total)
         self.directory = self.once(self.open_directory)
         if config.trainer.tensorboard and self.main:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.board = SummaryWriter(self.directory)
+            self.board = tensorboard.SummaryWriter(self.directory)
 
     def open_directory(self):
         name, now = self.config.trainer.name, time.strftime("%Y-%m-%d_%H-%M-%S")
@@ -257,18 +248,16 @@ class Trainer:
         are all equal are thrown away, and more prompts are drawn, at most `algorithm.dynamic_sampling` times
         in all."""
         wanted = self.config.data.batch_size * self.config.rollout.n
-        draws = self.config.algorithm.dynamic_sampling
-        batch = self.draw()
-        if not draws:
-            return batch
-        kept, drawn = [], 1
-        while True:
-            equal = ~algos.informative_groups(torch.tensor(batch["scores"]), torch.tensor(batch["uid"]))
-            kept.append(data.select(batch, (~equal).nonzero()[:, 0].tolist()))
+        draws, kept = self.config.algorithm.dynamic_sampling, []
+        for drawn in range(1, max(1, draws) + 1):
+            batch = self.draw()
+            if not draws:
+                return batch
+            informative = algos.informative_groups(torch.tensor(batch["scores"]), torch.tensor(batch["uid"]))
+            kept.append(data.select(batch, informative.nonzero()[:, 0].tolist()))
             whole = data.concat(kept)
-            if len(whole["uid"]) >= wanted or drawn == draws:
+            if len(whole["uid"]) >= wanted:
                 break
-            batch, drawn = self.draw(), drawn + 1
         if not whole["uid"]:
             raise RuntimeError(f"algorithm.dynamic_sampling={draws}: all groups drawn have equal rewards")
         thrown = drawn * wanted - len(whole["uid"])
@@ -312,8 +301,7 @@ class Trainer:
             with open(self.directory / "samples.jsonl", "a") as file:
                 file.writelines(json.dumps({"step": self.step, **row}, default=str) + "\n" for row in rows)
             for row in rows[: validation.samples]:
-                prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
-                shown = f"{prompt[-60:]!r} -> {row['response'][:60]!r} (answer {row['answer']!r})"
+                shown = f"{str(row['prompt'])[-60:]} -> {row['response'][:60]!r} (answer {row['answer']!r})"
                 tqdm.write(f"  {row['scores']:5.2f}  {shown}")
 
     # -- advantages and updates
@@ -452,12 +440,14 @@ def checkpoints(directory):
 def run(config):
     """Train as `config` (already checked) says. Whatever ends it, no process of the run stays behind."""
     # Seconds of imports, which a run with a wrong config is spared.
-    global AutoTokenizer, PlacementGroupSchedulingStrategy, Worker, algos, data, ray, torch
+    global AutoTokenizer, PlacementGroup, Worker, algos, data, ray, tensorboard, torch
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # libraries' words about kernels that are not here
     if config.ray.address is None:
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # a private Ray then listens on loopback only
     import ray
     import torch
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as PlacementGroup
+    from torch.utils import tensorboard
     from transformers import AutoTokenizer
 
     import algos

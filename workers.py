@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
-from transformers import get_constant_schedule_with_warmup, get_cosine_with_min_lr_schedule_with_warmup
+from transformers import get_constant_schedule_with_warmup as constant_schedule
+from transformers import get_cosine_with_min_lr_schedule_with_warmup as cosine_schedule
 
 from transformers.utils import logging as transformers_logging
 
@@ -42,8 +42,7 @@ SCORES = {"actor": ("old_logprobs", "entropy"), "ref": ("ref_logprobs", "ref_ent
 
 
 def pack(batch, units, device):
-    """Lay out units (lists of row indices of one prompt) as padded model rows: prompt, response 1, response
-    2, ...
+    """Lay out units (lists of row indices of one prompt) as padded rows: prompt, response 1, response 2, ...
 
     Positions restart after the prompt for every response, and the mask lets a response see the prompt and
     itself only, so that a group's prompt is computed once. The last token of a response predicts nothing that
@@ -56,32 +55,24 @@ def pack(batch, units, device):
     ids, positions, segments, predictors = [], [], [], []
     for unit in units:
         prompt = batch["prompt_ids"][unit[0]]
-        end = len(prompt)
-        row_ids, row_positions, row_segments = [prompt], [torch.arange(end)], [torch.zeros(end)]
-        for segment, row in enumerate(unit, start=1):
-            read = batch["response_ids"][row][:-1]
-            row_ids.append(read)
-            row_positions.append(len(prompt) + torch.arange(len(read)))
-            row_segments.append(torch.full((len(read),), float(segment)))
-            before = torch.tensor([len(prompt) - 1])  # the prompt's last token predicts the response's first
-            predictors.append((len(ids), torch.cat([before, end + torch.arange(len(read))])))
-            end += len(read)
-        ids.append(torch.cat(row_ids))
-        positions.append(torch.cat(row_positions))
-        segments.append(torch.cat(row_segments))
-    inputs = {
-        "input_ids": pad_sequence(ids, batch_first=True),
-        "position_ids": pad_sequence(positions, batch_first=True),
-        "attention_mask": None,
-    }
-    width = inputs["input_ids"].shape[1]
+        parts = [prompt, *(batch["response_ids"][row][:-1] for row in unit)]
+        lengths, end = [len(part) for part in parts], len(prompt)
+        starts = [0] + [end] * len(unit)
+        positions.append(torch.cat([start + torch.arange(length) for start, length in zip(starts, lengths)]))
+        segments.append(torch.arange(len(parts)).repeat_interleave(torch.tensor(lengths)))
+        for length in lengths[1:]:  # the prompt's last token predicts a response's first
+            predicting = torch.cat([torch.tensor([len(prompt) - 1]), end + torch.arange(length)])
+            predictors.append((len(ids), predicting))
+            end += length
+        ids.append(torch.cat(parts))
+    inputs = {"input_ids": data.pad(ids).to(device), "position_ids": data.pad(positions).to(device)}
+    width, mask = inputs["input_ids"].shape[1], None
     if any(len(unit) > 1 for unit in units):
-        segment = pad_sequence(segments, batch_first=True, padding_value=-1.0)
+        segment = data.pad(segments, -1)
         same = segment[:, None, :] == segment[:, :, None]
-        visible = (same | (segment == 0)[:, None, :]) & torch.ones(width, width, dtype=torch.bool).tril()
-        inputs["attention_mask"] = visible[:, None].to(device)
-    inputs = {key: value.to(device) if value is not None else None for key, value in inputs.items()}
-    return inputs, [row * width + position for row, position in predictors]
+        causal = torch.ones(width, width, dtype=torch.bool).tril()
+        mask = ((same | (segment == 0)[:, None, :]) & causal)[:, None].to(device)
+    return inputs | {"attention_mask": mask}, [row * width + position for row, position in predictors]
 
 
 def chunk_logprobs(hidden, weight, bias, labels, temperature, with_entropy):
@@ -200,10 +191,9 @@ def build_optimizer(model, settings, updates):
     optimizer = torch.optim.AdamW(groups, lr=settings.lr, **options)
     warmup = int(settings.warmup * updates) if 0 < settings.warmup < 1 else int(settings.warmup)
     if settings.schedule == "constant":
-        return optimizer, get_constant_schedule_with_warmup(optimizer, warmup, last_epoch=0)
-    return optimizer, get_cosine_with_min_lr_schedule_with_warmup(
-        optimizer, warmup, updates, last_epoch=0, min_lr_rate=settings.min_lr_ratio
-    )
+        return optimizer, constant_schedule(optimizer, warmup, last_epoch=0)
+    floor = settings.min_lr_ratio
+    return optimizer, cosine_schedule(optimizer, warmup, updates, last_epoch=0, min_lr_rate=floor)
 
 
 # ---- The worker --------------------------------------------------------------------------------------------
@@ -233,7 +223,7 @@ class Worker:
         self.models, self.optimizers, self.schedules = {}, {}, {}
         self.rollout = None
 
-    def build(self, role, path, updates):
+    def build(self, role, path, steps):
         """Load one role; the trainer calls this for critic, reference, then actor and rollout, in that
         order."""
         config = self.config
@@ -247,7 +237,9 @@ class Worker:
         settings = getattr(config, role)
         self.models[role] = model = build_model(role, path, settings, config, self.mesh)
         if role in ("actor", "critic"):
-            self.optimizers[role], self.schedules[role] = build_optimizer(model, settings, updates[role])
+            responses = config.data.batch_size * config.rollout.n
+            updates = steps * settings.epochs * (responses // settings.mini_batch_size)
+            self.optimizers[role], self.schedules[role] = build_optimizer(model, settings, updates)
 
     # -- rollout
 
@@ -288,11 +280,8 @@ class Worker:
         """One micro-batch: its token columns padded to [n, R], and the model's outputs in the same shape, 0
         where the model did not write the token. Rows are in the order of `units`."""
         rows = [row for unit in units for row in unit]
-        columns = {
-            name: pad_sequence([batch[name][row] for row in rows], batch_first=True).to(self.device)
-            for name in TOKEN_COLUMNS
-            if name in batch
-        }
+        names = [name for name in TOKEN_COLUMNS if name in batch]
+        columns = {name: data.pad([batch[name][row] for row in rows]).to(self.device) for name in names}
         columns["response_mask"] = columns["response_mask"] * weight
         written = columns["response_mask"].bool()
         inputs, predictors = pack(batch, units, self.device)
@@ -413,10 +402,8 @@ class Worker:
 
     def memory(self):
         """MiB held by each process of this rank: resident on CPU, reserved by the allocator on a GPU."""
-        if self.device == "cuda":
-            own = torch.cuda.memory_reserved()
-        else:
-            own = psutil.Process().memory_info().rss
+        resident = psutil.Process().memory_info().rss
+        own = torch.cuda.memory_reserved() if self.device == "cuda" else resident
         engine = self.rollout.memory() if self.rollout else {}
         return {f"{name}{self.rank}": mib for name, mib in ({"trainer": own / 2**20} | engine).items()}
 

@@ -11,7 +11,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = {"train_ppo.py": 290, "workers.py": 360, "rollout.py": 220, "algos.py": 220, "data.py": 210}
-BESIDE = {"sglang_cpu.py": 90, "report.py": None}  # not part of the sum; the report has no budget
+# Not part of the sum: config.py, which a reader of the step does not need (it was planned at the top of
+# train_ppo.py), what a CPU wheel of SGLang will delete, and the report.
+BESIDE = {"config.py": None, "sglang_cpu.py": 90, "report.py": None}
 CEILING, AIM, COLUMNS = 1300, 1100, 110
 # Lines read to follow one training step, counted for DESIGN.md, not by this script.
 PEERS = {"verl": 20666, "TRL": 9507, "OpenRLHF": 6442}
@@ -33,7 +35,7 @@ def code_lines(source):
 
 
 def main():
-    total, too_long = 0, []
+    total, everything, too_long = 0, 0, []
     print(f"{'file':<16}{'code lines':>12}{'budget':>10}")
     for name, budget in (MODULES | BESIDE).items():
         if not (ROOT / name).exists():
@@ -44,9 +46,11 @@ def main():
         over = f"  over by {count - budget}" if budget and count > budget else ""
         print(f"{name:<16}{count:>12}{budget or '':>10}{over}")
         total += count if name in MODULES else 0
+        everything += count
         numbered = enumerate(source.splitlines(), 1)
         too_long += [f"{name}:{number}" for number, line in numbered if len(line.rstrip()) > COLUMNS]
     print(f"{'five modules':<16}{total:>12}{CEILING:>10}  aim {AIM}")
+    print(f"{'everything':<16}{everything:>12}")
     peers = ", ".join(f"{name} {lines:,}" for name, lines in PEERS.items())
     print(f"lines read for one training step, from DESIGN.md: {peers}")
     if too_long:

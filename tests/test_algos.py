@@ -429,11 +429,6 @@ def test_clip_cov_drops_a_share_of_the_tokens_between_the_bounds():
     assert (clipped & (covariance > 0)).any()
 
 
-def test_overlong_penalty():
-    lengths = torch.tensor([10, 80, 85, 95, 100, 120])
-    close(algos.overlong_penalty(lengths, 100, 20, 0.5), [0, 0, -0.125, -0.375, -0.5, -0.5])
-
-
 def test_informative_groups():
     scores = torch.tensor([1.0, 0.1, 0.0, 0.1, math.nan, 1.0, math.nan])
     group = torch.tensor([9, 4, 9, 4, 4, 6, 6])

@@ -313,7 +313,7 @@ def test_commands_that_are_refused(refusal, monkeypatch, capsys):
     monkeypatch.setattr(subprocess, "Popen", None)  # not one point starts if one is wrong
     for word in ("seed=1,two", "seed", "actor.lrr=1,2", "actor.mini_batch_size=64,48"):
         assert word.partition("=")[0] in refusal(*GOOD, "--sweep", word)
-    monkeypatch.setattr("rollout.check_engine_args", lambda given: load([], [f"bad.{given}=1"]))
+    monkeypatch.setattr("config.check_engine_args", lambda given: load([], [f"bad.{given}=1"]))
     assert "bad.{'x': 0}" in refusal(*GOOD, "rollout.engine_args.x=0")
 
 

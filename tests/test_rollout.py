@@ -22,7 +22,8 @@ import torch.distributed as dist
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from rollout import MIB, Rollout, buckets, check_engine_args, sampling_seed
+from config import check_engine_args
+from rollout import MIB, Rollout, buckets, sampling_seed
 
 VOCAB, EOS, OTHER_EOS = 64, 1, 2
 KV_TOKENS = 32768

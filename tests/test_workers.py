@@ -91,7 +91,7 @@ def rank_main(rank, world, folder, configs, updates):
     for number, config in enumerate(configs):
         worker = Worker(config, rank, world, rank, world, f"file://{folder}/ranks_{number}")
         for role, path in (("critic", config.critic.path), ("ref", config.model.path), ("actor", config.model.path)):
-            worker.build(role, path, {"actor": 10, "critic": 10})
+            worker.build(role, path, 10)
         results.append(measure(worker, folder, updates))
         worker.shutdown()
     torch.save(results, f"{folder}/results_{rank}")
