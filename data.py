@@ -7,15 +7,17 @@ once, and these go to the engine and to the trainer. Left out: streaming (rows a
 A wrong input raises ValueError with one line: the option or file, its value, and what would be right.
 """
 import asyncio
+import ctypes
 import functools
 import hashlib
 import json
-import logging
 import math
 import multiprocessing
 import random
 import re
 import runpy
+import signal
+import sys
 import traceback
 import urllib.parse
 from pathlib import Path
@@ -23,8 +25,6 @@ from pathlib import Path
 import pebble
 import torch
 import yaml
-
-log = logging.getLogger("data")
 
 
 # ---- rows ----
@@ -112,7 +112,7 @@ class Prompts:
         rows = [{**row, "prompt_ids": torch.tensor(row["prompt_ids"][cut])} for row in rows]
         held = {repr(prompt) for prompt in exclude.rows["prompt"]} if exclude else set()
         kept = [row for row in rows if len(row["prompt_ids"]) <= limit and repr(row["prompt"]) not in held]
-        log.warning(f"{self.name}: {len(rows) - len(kept)} of {len(rows)} dropped; {len(long)} long ({mode})")
+        print(f"{self.name}: {len(rows) - len(kept)} of {len(rows)} dropped; {len(long)} too long ({mode})")
         if len(kept) < batch_size:
             raise ValueError(f"{self.name}: {len(kept)} usable rows for data.batch_size={batch_size}")
         order = seed, batch_size, self.shuffle, [(row["prompt_ids"].tolist(), row["answer"]) for row in kept]
@@ -247,8 +247,8 @@ def number(response, answer, row):
 
 def math_equal(response, answer, row):
     """1 if math-verify finds the two equal. Its own timeouts need the main thread; ours is enough."""
-    from math_verify import parse, verify
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that there are no timeouts
+    from math_verify import grader, parse, parser, verify
+    grader.logger.disabled = parser.logger.disabled = True  # they warn that there are no timeouts
     truth = parse(f"${answer}$", parsing_timeout=None) or parse(str(answer), parsing_timeout=None)
     return float(verify(truth, parse(response, parsing_timeout=None), timeout_seconds=None))
 
@@ -291,6 +291,12 @@ def _call(spec, response, answer, row):
         raise RuntimeError(traceback.format_exc()) from None
 
 
+def _begin(spec):
+    """The start of a scoring process: it will die with the trainer, and loads the function beforehand."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    reward_function(spec)
+
+
 class Rewards:
     """Scores responses in processes that can be killed: a function that hangs or crashes costs its sample.
 
@@ -300,10 +306,10 @@ class Rewards:
     def __init__(self, options, tokenizer, max_response_length, workers=2):
         self.options, self.tokenizer, self.max_response_length = options, tokenizer, max_response_length
         self.shown = False  # has a failed score been shown?
-        # a trainer with threads must not be forked; the initializer loads a file outside any score's time
+        # a trainer with threads must not be forked
         multiprocessing.set_forkserver_preload(["data", PACKAGES.get(options.function, "data")])
         self.pool = pebble.ProcessPool(workers, context=multiprocessing.get_context("forkserver"),
-                                       initializer=reward_function, initargs=(options.function,))
+                                       initializer=_begin, initargs=(options.function,))
 
     def close(self):
         self.pool.stop()
@@ -327,7 +333,8 @@ class Rewards:
             text = f"{options.function}: {len(errors)} of {len(tasks)} scores failed: {errors[0]}"
             if len(errors) == len(tasks):
                 raise RuntimeError(text)
-            log.log(logging.DEBUG if self.shown else logging.WARNING, text)
+            if not self.shown:
+                print(text, file=sys.stderr)
             self.shown = True
         results = [{} if future.exception() else future.result() for future in futures]
         scores = torch.tensor([r.get("score", options.fallback) for r in results], dtype=torch.float64)

@@ -26,7 +26,6 @@ import torch.distributed as dist
 
 MIB = 2**20
 ALIGNMENT = 16  # bytes; a tensor of any type may start at a multiple of it
-PR_SET_PDEATHSIG = 1  # prctl(2): the signal to get when the parent dies, however it dies
 COLUMNS = ("response_ids", "response_mask", "rollout_logprobs", "turns", "finish_reason")
 
 
@@ -324,7 +323,7 @@ def start_engine(arguments):
 def run_scheduler(server_args, port_args, *args, **kwargs):
     """A scheduler process: SGLang's own, tied to the life of the trainer and to the loopback interface."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which ends us
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: when the parent dies, so do we
     if os.getppid() != multiprocessing.parent_process().pid:  # it died before we asked
         os._exit(1)
     # SGLang tells the trainer of an error by SIGQUIT, which kills it. Our death says as much, see `_call`.

@@ -27,6 +27,7 @@ import config as configuration
 # The token columns that advantages are made from; the first three are always there.
 PADDED = ("response_mask", "old_logprobs", "token_level_scores", "rollout_logprobs", "ref_logprobs", "values",
           "entropy")
+SHOWN = ("reward/mean", "response/length_mean", "actor/ppo_kl", "perf/", "val/")  # on the screen, each step
 
 
 # ---- Worker groups: how the trainer speaks to the processes that hold the devices --------------------------
@@ -260,8 +261,7 @@ class Trainer:
                 break
         if not whole["uid"]:
             raise RuntimeError(f"algorithm.dynamic_sampling={draws}: all groups drawn have equal rewards")
-        thrown = drawn * wanted - len(whole["uid"])
-        self.metrics |= {"dynamic/draws": drawn, "dynamic/thrown_responses": thrown}
+        self.metrics |= {"dynamic/draws": drawn, "dynamic/thrown": drawn * wanted - len(whole["uid"])}
         return data.select(whole, range(min(wanted, len(whole["uid"]))))
 
     def draw(self):
@@ -378,9 +378,7 @@ class Trainer:
         if self.board:
             for name, value in metrics.items():
                 self.board.add_scalar(name, value, self.step)
-        names = ["reward/mean", "response/length_mean", "actor/ppo_kl", "perf/tokens_per_second"]
-        names += [name for name in metrics if name.startswith("val/")]
-        shown = {name: f"{metrics[name]:.4g}" for name in names if name in metrics}
+        shown = {name: f"{value:.4g}" for name, value in metrics.items() if name.startswith(SHOWN)}
         tqdm.write(f"step {self.step}: " + ", ".join(f"{name} {value}" for name, value in shown.items()))
         if progress is not None:
             progress.set_postfix(shown, refresh=False)

@@ -155,7 +155,7 @@ def test_one_bos_with_and_without_template():  # fault 5
             data.encode(plain, prompt, system)
 
 
-def test_overlong(tmp_path, caplog):  # fault 6
+def test_overlong(tmp_path, capsys):  # fault 6
     lengths = [10, 16, 17, 40]
     rows = rows_of_lengths(lengths)
     rows[3]["prompt"] = "w9 " * 30 + " ".join(f"w{number}" for number in range(50, 59))
@@ -165,11 +165,12 @@ def test_overlong(tmp_path, caplog):  # fault 6
         return data.Prompts(path, make_tokenizer(), data_options(overlong=overlong, **changes))
 
     assert [len(ids) for ids in load("filter").all()["prompt_ids"]] == [10, 16]
-    assert "2 of 4 dropped; 2 long (filter)" in caplog.text
+    assert "2 of 4 dropped; 2 too long (filter)" in capsys.readouterr().out
     whole = data.encode(make_tokenizer(), rows[3]["prompt"])[1]
     assert load("left").all()["prompt_ids"][3].tolist() == whole[-16:]
     assert load("right").all()["prompt_ids"][3].tolist() == whole[:16]
-    assert all(f"0 of 4 dropped; 2 long ({end})" in caplog.text for end in ("left", "right"))
+    shown = capsys.readouterr().out
+    assert all(f"0 of 4 dropped; 2 too long ({end})" in shown for end in ("left", "right"))
     with pytest.raises(ValueError, match="row 2 is over data.max_prompt_length=16"):
         load("error")
     with pytest.raises(ValueError, match="0 usable rows for data.batch_size=1"):
@@ -221,12 +222,12 @@ def test_incomplete_batch_waits(tmp_path):
     assert [len(prompts.next()["uid"]) for _ in range(7)] == [2] * 7
 
 
-def test_held_out_prompts_are_dropped(tmp_path, caplog):
+def test_held_out_prompts_are_dropped(tmp_path, capsys):
     val = write_rows(tmp_path / "val.jsonl", rows_of_lengths([4, 5]))
     held_out = data.Prompts(val, make_tokenizer(), data_options())
     train = write_rows(tmp_path / "train.jsonl", rows_of_lengths([3, 4, 6, 4]))
     train = data.Prompts(train, make_tokenizer(), data_options(), exclude=held_out)
-    assert train.all()["answer"] == ["3", "6"] and "2 of 4 dropped" in caplog.text
+    assert train.all()["answer"] == ["3", "6"] and "2 of 4 dropped" in capsys.readouterr().out
 
 
 # ---- the batch ----
@@ -345,16 +346,17 @@ def test_scores_land_on_the_last_written_token():  # fault 4, and tool tokens af
 
 
 @pytest.mark.parametrize("error", ["ValueError", "KeyboardInterrupt", "SystemExit"])
-def test_raising_costs_its_sample(score, caplog, error):  # fault 9
+def test_raising_costs_its_sample(score, capsys, error):  # fault 9
     texts = [f"t{row}" for row in range(8)]
     source = ("def score(response, answer, row):\n    if response == 't3':\n"
               f"        raise {error}('bad row')\n    return 1\n")
     batch, metrics = score(texts, source, fallback=-0.5)
     assert batch["scores"] == [1, 1, 1, -0.5, 1, 1, 1, 1]
     assert metrics["reward/errors"] == 1 and metrics["reward/timeouts"] == 0
-    assert caplog.text.count("Traceback") == 1 and "bad row" in caplog.text
+    shown = capsys.readouterr().err
+    assert shown.count("Traceback") == 1 and "bad row" in shown
     score.opened[0](responses(texts))
-    assert caplog.text.count("Traceback") == 1  # shown once a run
+    assert "Traceback" not in capsys.readouterr().err  # shown once a run
 
 
 def test_a_dead_process_costs_its_sample(score):  # fault 9

@@ -72,7 +72,7 @@ def test_what_belongs_to_one_method_shows_there(rows):
     assert "time/rollout_greedy" in rows["advantage remax"]
     assert rows["KL in the loss"]["actor/kl_loss"] >= 0
     assert rows["KL in the reward"]["reward/kl_coef"] == 0.001
-    assert rows["DAPO"]["dynamic/draws"] > 1 and rows["DAPO"]["dynamic/thrown_responses"] > 0
+    assert rows["DAPO"]["dynamic/draws"] > 1 and rows["DAPO"]["dynamic/thrown"] > 0
     assert abs(rows["loss ppo"]["actor/ppo_kl"]) > 1e-6  # two epochs of two mini-batches: off-policy by the second
     assert rows["ratio 1"]["actor/ppo_kl"] == 0
 
