@@ -294,7 +294,7 @@ class Trainer:
             batch, _ = self.once(self.rewards, batch, False)
         for source in sorted(set(batch["source"])):
             scores = [score for score, name in zip(batch["scores"], batch["source"]) if name == source]
-            self.metrics[f"val/{source}/mean@{validation.n}"] = statistics.fmean(scores)
+            self.metrics[f"val/{source}/mean@{validation.n}"] = torch.tensor(scores).nanmean().item()
         if self.main:
             columns = ("uid", "sample", "source", "prompt", "response", "answer", "scores", "finish_reason")
             rows = [dict(zip(columns, row)) for row in zip(*(batch[name] for name in columns))]
