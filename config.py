@@ -287,6 +287,10 @@ def check(config):
             f"must place {', '.join(sorted(needed))} once each, actor and rollout together")
     world = homes["actor"]["nodes"] * homes["actor"]["devices_per_node"]
     require(world % rollout.tp == 0, "rollout.tp", f"must divide the {world} devices of its pool")
+    for role in needed & {"actor", "critic"}:
+        devices = homes[role]["nodes"] * homes[role]["devices_per_node"]
+        enough = getattr(config, role).mini_batch_size >= devices
+        require(enough, f"{role}.mini_batch_size", f"must be at least the {devices} devices of its pool")
     single = world == len(config.pools) == 1
     require(config.launch == "ray" or single, "launch", "needs one pool of one device")
 

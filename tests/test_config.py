@@ -216,6 +216,8 @@ REFUSED = [  # the line has this, words
      "~pools.main"),
     ("must place actor, critic, rollout once each", GAE, POOL),
     ("rollout.tp=2 must divide the 3 devices of its pool", "rollout.tp=2", "pools.main.devices_per_node=3"),
+    ("actor.mini_batch_size=1 must be at least the 2 devices of its pool", "actor.mini_batch_size=1",
+     "pools.main.devices_per_node=2"),
     ("launch='local' needs one pool of one device", "launch=local", "pools.main.devices_per_node=2"),
     *(("actor.old_logprobs='skip' needs actor.epochs=1, one mini-batch", "actor.old_logprobs=skip", word)
       for word in ("actor.mini_batch_size=32", "actor.epochs=2", "rollout.correction=token", KL)),
