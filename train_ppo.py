@@ -14,7 +14,6 @@ import os
 import shutil
 import signal
 import socket
-import statistics
 import sys
 import tempfile
 import time
@@ -345,7 +344,7 @@ class Trainer:
                 mini_batch = data.select(batch, range(start, min(start + settings.mini_batch_size, rows)))
                 norm = algos.normaliser(mini_batch["response_mask"], self.config.rollout.max_response_length)
                 history.append(self.groups[role].share("update", mini_batch, role, norm)[0][1])
-        self.metrics |= {name: statistics.fmean(update[name] for update in history) for name in history[0]}
+        self.metrics |= {name: sum(update[name] for update in history) / len(history) for name in history[0]}
 
     # -- records
 
@@ -453,7 +452,8 @@ def run(config):
     import report
     from workers import Worker
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # then `finally` is reached
+    for number in (signal.SIGINT, signal.SIGTERM):  # lead to `finally`, also where a shell ignores them
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     launch = "torchrun" if "RANK" in os.environ else config.launch
     try:
         trainer = Trainer(config, launch, main=int(os.environ.get("RANK", 0)) == 0)
