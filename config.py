@@ -325,7 +325,8 @@ def sweep(program, files, overrides, grid):
         place = Path(config.trainer.dir or f"runs/{config.trainer.name}", ",".join(point).replace("/", "_"))
         layers = [f"--config={file}" for file in files]
         commands.append([sys.executable, program, *layers, *overrides, *point, f"trainer.dir={place}"])
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # to run what is under `finally`
+    for number in (signal.SIGINT, signal.SIGTERM):  # lead to `finally`, also where a shell ignores them
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     for command in commands:
         # Ctrl-C does not reach another session: a point is told to end from here, once, and can clean up
         process = subprocess.Popen(command, start_new_session=True)
