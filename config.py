@@ -254,6 +254,7 @@ def check(config):
         "critic.min_lr_ratio": critic.schedule == "constant" and "critic.schedule is constant",
         "rollout.correction_cap": rollout.correction == "off" and "rollout.correction is off",
         "reward.overlong_penalty": config.reward.overlong_buffer == 0 and "reward.overlong_buffer is 0",
+        "ray.num_cpus": config.ray.address is not None and "ray.address is given",
         "validation.*": config.data.val is None and "data.val is null",
     }
     methods = [("algorithm", "advantage", algos.ADVANTAGES), ("actor", "policy_loss", algos.POLICY_LOSSES)]

@@ -461,10 +461,9 @@ def run(config):
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)
     try:
-        if launch == "ray" and config.ray.address:
-            ray.init(address=config.ray.address, logging_level="ERROR")
-        elif launch == "ray":
-            ray.init(num_cpus=config.ray.num_cpus, include_dashboard=False, logging_level="ERROR")
+        if launch == "ray":
+            address = config.ray.address or "local"  # with None Ray would join what runs on this machine
+            ray.init(address, num_cpus=config.ray.num_cpus, include_dashboard=False, logging_level="ERROR")
         trainer.start()
         trainer.fit()
         if trainer.main:

@@ -257,6 +257,7 @@ IDLE = [  # a word, what makes it have no effect, what makes it have one, the re
     ("rollout.correction_cap=3.0", [], ["rollout.correction=token"], "rollout.correction is off"),
     ("reward.overlong_penalty=0.5", [], ["reward.overlong_buffer=9"], "reward.overlong_buffer is 0"),
     ("validation.n=2", [], ["data.val=reasoning_gym:chain_sum"], "data.val is null"),
+    ("ray.num_cpus=2", ["ray.address=auto"], [], "ray.address is given"),
     *((f"{section}.{option}", [f"{chooser}={idle}"], [f"{chooser}={used}"], f"{chooser} is {idle}")
       for section, chooser, option, used, idle in (
           ("algorithm", "algorithm.advantage", "gamma=0.9", "reinforce_plus_plus", "grpo"),
