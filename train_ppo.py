@@ -194,17 +194,15 @@ class Trainer:
         if self.step == 0 and self.config.validation.before and self.val_prompts:
             self.validate()
             self.write_metrics()
-        progress = tqdm(total=self.total, initial=self.step, disable=not self.main, unit="step")
-        while self.step < self.total:
-            self.step += 1
+        steps = range(self.step + 1, self.total + 1)
+        for self.step in tqdm(steps, total=self.total, initial=self.step, disable=not self.main):
             self.train_step()
             last = self.step == self.total
             if self.val_prompts and (last or (every and self.step % every == 0)):
                 self.validate()
-            self.write_metrics(progress)
+            self.write_metrics()
             if last or (self.config.trainer.save_every and self.step % self.config.trainer.save_every == 0):
                 self.save()
-        progress.close()
 
     def train_step(self):
         """One step, in the order of DESIGN.md's diagram: every line adds columns to the batch, then the
@@ -367,7 +365,7 @@ class Trainer:
         torch.distributed.broadcast_object_list(result)
         return result[0]
 
-    def write_metrics(self, progress=None):
+    def write_metrics(self):
         """Append the step's row to metrics.jsonl and show it."""
         metrics, self.metrics = self.metrics, {}
         if not self.main:
@@ -377,11 +375,8 @@ class Trainer:
         if self.board:
             for name, value in metrics.items():
                 self.board.add_scalar(name, value, self.step)
-        shown = {name: f"{value:.4g}" for name, value in metrics.items() if name.startswith(SHOWN)}
-        tqdm.write(f"step {self.step}: " + ", ".join(f"{name} {value}" for name, value in shown.items()))
-        if progress is not None:
-            progress.set_postfix(shown, refresh=False)
-            progress.update()
+        shown = [f"{name} {value:.4g}" for name, value in metrics.items() if name.startswith(SHOWN)]
+        tqdm.write(f"step {self.step}: " + ", ".join(shown))
 
     # -- checkpoints
 
