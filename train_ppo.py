@@ -394,7 +394,6 @@ class Trainer:
     def finish_save(self, beside, final):
         state = {"step": self.step, "kl_coef": self.kl_coef, "prompts": self.prompts.state_dict()}
         (beside / "trainer.json").write_text(json.dumps(state))
-        shutil.rmtree(final, ignore_errors=True)
         beside.rename(final)
         for old in checkpoints(self.directory)[: -self.config.trainer.keep]:
             shutil.rmtree(old)
@@ -416,7 +415,7 @@ class Trainer:
         for name in ("metrics.jsonl", "samples.jsonl"):
             path = self.directory / name
             if path.exists():
-                lines = path.read_text().splitlines(True) if checkpoints(self.directory) else []
+                lines = path.read_text().splitlines(True) if self.step else []  # 0: also that row comes again
                 path.write_text("".join(line for line in lines if json.loads(line)["step"] <= self.step))
 
 
