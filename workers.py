@@ -23,9 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
-from transformers import get_constant_schedule_with_warmup as constant_schedule
 from transformers import get_cosine_with_min_lr_schedule_with_warmup as cosine_schedule
-
 from transformers.utils import logging as transformers_logging
 
 import algos
@@ -35,7 +33,7 @@ from rollout import Rollout
 # The token columns that losses are made from, and those that a forward pass gives.
 TOKEN_COLUMNS = ("response_mask", "old_logprobs", "ref_logprobs", "advantages", "returns", "values",
                  "rollout_weights", "rollout_logprobs")
-SCORES = {"actor": ("old_logprobs", "entropy"), "ref": ("ref_logprobs", "ref_entropy"), "critic": ("values",)}
+SCORES = {"actor": ("old_logprobs", "entropy"), "ref": ("ref_logprobs",), "critic": ("values",)}
 
 
 # ---- Forward passes ----------------------------------------------------------------------------------------
@@ -190,9 +188,7 @@ def build_optimizer(model, settings, updates):
     options = {"betas": tuple(settings.betas), "weight_decay": settings.weight_decay, "fused": True}
     optimizer = torch.optim.AdamW(groups, lr=settings.lr, **options)
     warmup = int(settings.warmup * updates) if 0 < settings.warmup < 1 else int(settings.warmup)
-    if settings.schedule == "constant":
-        return optimizer, constant_schedule(optimizer, warmup, last_epoch=0)
-    floor = settings.min_lr_ratio
+    floor = 1.0 if settings.schedule == "constant" else settings.min_lr_ratio  # a cosine from 1 to 1 is flat
     return optimizer, cosine_schedule(optimizer, warmup, updates, last_epoch=0, min_lr_rate=floor)
 
 
@@ -303,11 +299,10 @@ class Worker:
         columns = {name: [None] * len(batch["response_ids"]) for name in SCORES[role]}
         for units, weight in self.micro_batches(batch, role):
             _, outputs = self.forward(role, batch, units, weight, with_entropy=role == "actor")
-            rows = [row for unit in units for row in unit]
+            rows = [row for unit in units for row in unit] if weight else []
             for name, output in zip(SCORES[role], outputs):
                 for row, values in zip(rows, output.cpu()):
-                    if weight:
-                        columns[name][row] = values[: len(batch["response_ids"][row])].clone()
+                    columns[name][row] = values[: len(batch["response_ids"][row])].clone()
         return columns
 
     # -- updates
