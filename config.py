@@ -311,6 +311,12 @@ def check(config):
 # ---- The command line --------------------------------------------------------------------------------------
 
 
+def end_on_signals():
+    """Ctrl-C and SIGTERM end the process through its `finally` clauses, also where a shell ignores them."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+
+
 def sweep(program, files, overrides, grid):
     """Runs the points of a grid one by one, each a process with its own run directory: the sweep can resume.
 
@@ -326,8 +332,7 @@ def sweep(program, files, overrides, grid):
         place = Path(config.trainer.dir or f"runs/{config.trainer.name}", ",".join(point).replace("/", "_"))
         layers = [f"--config={file}" for file in files]
         commands.append([sys.executable, program, *layers, *overrides, *point, f"trainer.dir={place}"])
-    for number in (signal.SIGINT, signal.SIGTERM):  # lead to `finally`, also where a shell ignores them
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    end_on_signals()
     for command in commands:
         # Ctrl-C does not reach another session: a point is told to end from here, once, and can clean up
         process = subprocess.Popen(command, start_new_session=True)

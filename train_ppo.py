@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import socket
 import sys
 import tempfile
@@ -446,8 +445,7 @@ def run(config):
     import report
     from workers import Worker
 
-    for number in (signal.SIGINT, signal.SIGTERM):  # lead to `finally`, also where a shell ignores them
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    configuration.end_on_signals()
     launch = "torchrun" if "RANK" in os.environ else config.launch
     try:
         trainer = Trainer(config, launch, main=int(os.environ.get("RANK", 0)) == 0)
