@@ -269,31 +269,29 @@ def check(config):
 
     grouped = "group" in inspect.signature(algos.ADVANTAGES[algorithm.advantage]).parameters
     require(rollout.n > 1 or not grouped, "rollout.n", f"must be above 1 for {algorithm.advantage}")
+    placed = [(role, pool) for pool in config.pools.values() for role in pool["roles"]]
+    homes, known = dict(placed), {"actor", "rollout", "critic", "ref"}
+    once = len(placed) == len(homes) and needed <= homes.keys() <= known
+    require(once and homes["actor"] is homes["rollout"], "pools",
+            f"must place {', '.join(sorted(needed))} once each, actor and rollout together")
+    devices = {role: pool["nodes"] * pool["devices_per_node"] for role, pool in placed}
+    world = devices["actor"]
+    require(world % rollout.tp == 0, "rollout.tp", f"must divide the {world} devices of its pool")
+    single = world == len(config.pools) == 1
+    require(config.launch == "ray" or single, "launch", "needs one pool of one device")
+
     responses = config.data.batch_size * rollout.n
     longest = config.data.max_prompt_length + rollout.max_response_length
     for role in sorted(needed & {"actor", "critic"}):
-        require(responses % now[f"{role}.mini_batch_size"] == 0, f"{role}.mini_batch_size",
-                f"must divide data.batch_size * rollout.n = {responses}")
-        require(now[f"{role}.max_tokens_per_device"] >= longest, f"{role}.max_tokens_per_device",
+        size, tokens = f"{role}.mini_batch_size", f"{role}.max_tokens_per_device"
+        require(responses % now[size] == 0, size, f"must divide data.batch_size * rollout.n = {responses}")
+        require(now[size] >= devices[role], size, f"must be at least the {devices[role]} devices of its pool")
+        require(now[tokens] >= longest, tokens,
                 f"must be at least data.max_prompt_length + rollout.max_response_length = {longest}")
     if actor.old_logprobs == "skip":
         once = actor.mini_batch_size == responses and actor.epochs == 1
         require(once and not algorithm.kl_in_reward and rollout.correction == "off", "actor.old_logprobs",
                 "needs actor.epochs=1, one mini-batch, no algorithm.kl_in_reward and no rollout.correction")
-
-    placed = [role for pool in config.pools.values() for role in pool["roles"]]
-    homes = {role: pool for pool in config.pools.values() for role in pool["roles"]}
-    once = len(placed) == len(homes) and needed <= homes.keys() <= {"actor", "rollout", "critic", "ref"}
-    require(once and homes["actor"] is homes["rollout"], "pools",
-            f"must place {', '.join(sorted(needed))} once each, actor and rollout together")
-    world = homes["actor"]["nodes"] * homes["actor"]["devices_per_node"]
-    require(world % rollout.tp == 0, "rollout.tp", f"must divide the {world} devices of its pool")
-    for role in needed & {"actor", "critic"}:
-        devices = homes[role]["nodes"] * homes[role]["devices_per_node"]
-        enough = getattr(config, role).mini_batch_size >= devices
-        require(enough, f"{role}.mini_batch_size", f"must be at least the {devices} devices of its pool")
-    single = world == len(config.pools) == 1
-    require(config.launch == "ray" or single, "launch", "needs one pool of one device")
 
     require(config.data.train, "data.train", "is required")
     require(config.model.path, "model.path", "is required")
