@@ -375,7 +375,7 @@ def kl_controller(kl_coef, observed, n, kl_target, kl_horizon):
     return kl_coef * (1 + error * n / kl_horizon)
 
 
-def value_loss(values, old_values, returns, response_mask, cliprange_value):
+def value_loss(values, old_values, returns, cliprange_value):
     """PPO's clipped value loss, with its factor 1/2: (loss [B, T], metrics of [B, T]); all inputs [B, T]."""
     clipped_values = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
     unclipped, clipped = (values - returns).square(), (clipped_values - returns).square()

@@ -338,14 +338,12 @@ class Worker:
         if finite:
             optimizer.step()
         optimizer.zero_grad()
-        names = [name if "/" in name else f"{role}/{name}" for name in totals]
-        metrics = dict(zip(names, sums.tolist()))
-        metrics |= {f"{role}/grad_norm": grad_norm, f"{role}/lr": schedule.get_last_lr()[0]}
-        metrics[f"{role}/skipped_updates"] = float(not finite)
+        metrics = dict(zip(totals, sums.tolist()), grad_norm=grad_norm, lr=schedule.get_last_lr()[0])
+        metrics["skipped_updates"] = float(not finite)
         if "rollout/logprob_diff_mean" in metrics:
             metrics["rollout/logprob_diff_max"] = widest.item()
         schedule.step()
-        return metrics
+        return {name if "/" in name else f"{role}/{name}": value for name, value in metrics.items()}
 
     def actor_loss(self, columns, logprobs, entropy, norm):
         """Policy loss + kl_coef * KL(policy, reference) - entropy_coef * entropy, as parts of the
@@ -369,8 +367,8 @@ class Worker:
 
     def critic_loss(self, columns, values, norm):
         critic, mask = self.config.critic, columns["response_mask"]
-        inputs = values, columns["values"], columns["returns"], mask
-        losses, stats = algos.value_loss(*inputs, critic.cliprange_value)
+        old, returns = columns["values"], columns["returns"]
+        losses, stats = algos.value_loss(values, old, returns, critic.cliprange_value)
         return algos.aggregate(losses, mask, critic.loss_agg, norm), stats
 
     # -- state
