@@ -142,11 +142,10 @@ class Trainer:
             self.paths[role] = data.resolve_model(getattr(config, role).path or path)
         tokenizer_path = config.model.tokenizer or path
         self.tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=trust)
-        self.val_prompts = held_out = None
+        self.val_prompts = None
         if config.data.val:
             self.val_prompts = data.Prompts(config.data.val, self.tokenizer, config.data, key="data.val")
-        if config.data.val != config.data.train:
-            held_out = self.val_prompts
+        held_out = self.val_prompts if config.data.val != config.data.train else None
         order = config.seed, config.data.batch_size
         self.prompts = data.Prompts(config.data.train, self.tokenizer, config.data, *order, exclude=held_out)
         self.total = config.trainer.steps or config.trainer.epochs * self.prompts.steps_per_epoch
@@ -162,10 +161,10 @@ class Trainer:
         group_class = RayGroup if self.launch == "ray" else SpmdGroup
         for name, pool in config.pools.items():
             self.pools.append(group_class(config, name, pool))
+            needed = configuration.roles_needed(config).intersection(pool["roles"])
+            self.groups |= dict.fromkeys(needed, self.pools[-1])
         for role in ("critic", "ref", "actor", "rollout"):
-            if role in configuration.roles_needed(config):
-                home = [role in pool["roles"] for pool in config.pools.values()].index(True)
-                self.groups[role] = self.pools[home]
+            if role in self.groups:
                 self.groups[role].call("build", role, self.paths[role], self.total)
         self.directory = self.once(self.open_directory)
         if config.trainer.tensorboard and self.main:
