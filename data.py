@@ -1,8 +1,9 @@
 """Data: rows from any source, prompts as token ids, the batch and its splitting, rewards.
 
 A batch is a plain dict of equal-length lists, one entry per response (before generation: per prompt).
-Token-level columns are 1-D tensors over that response; nothing is padded here. A prompt becomes ids exactly
-once, and these go to the engine and to the trainer. Left out: streaming (rows are kept in memory), packing.
+Token-level columns are 1-D tensors over that response; `pad` is for who needs them as one tensor. A prompt
+becomes ids exactly once, and these go to the engine and to the trainer. Which rows share a forward pass is
+planned here (`micro_batches`) and laid out in workers.py. Left out: streaming (rows are kept in memory).
 
 A wrong input raises ValueError with one line: the option or file, its value, and what would be right.
 """

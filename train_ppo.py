@@ -32,7 +32,8 @@ SHOWN = ("reward/mean", "response/length_mean", "actor/ppo_kl", "perf/", "val/")
 
 
 class WorkerGroup:
-    """The workers of one pool, spoken to with two verbs: `call` all of them, or `map` a batch over them.
+    """The workers of one pool. `call` speaks to all of them, `share` gives each its rows of a batch, and
+    `map` is `share` for new columns.
 
     A subclass has `world`, the number of ranks, and `run(method, args_per_rank)`, which returns a result per
     rank.
@@ -48,7 +49,7 @@ class WorkerGroup:
         return list(zip(parts, self.run(method, [(data.select(batch, part), *args) for part in parts])))
 
     def map(self, method, batch, *args):
-        """`share` for methods that give new columns. Returns the batch with them, its order kept."""
+        """`share` for a method that gives new columns. Returns the batch with them, its order kept."""
         shared = self.share(method, batch, *args)
         columns = data.concat([result for _, result in shared])
         order = [row for part, _ in shared for row in part]
@@ -245,10 +246,10 @@ class Trainer:
         in all."""
         wanted = self.config.data.batch_size * self.config.rollout.n
         draws, kept = self.config.algorithm.dynamic_sampling, []
-        for drawn in range(1, max(1, draws) + 1):
+        if not draws:
+            return self.draw()
+        for drawn in range(1, draws + 1):
             batch = self.draw()
-            if not draws:
-                return batch
             informative = algos.informative_groups(torch.tensor(batch["scores"]), torch.tensor(batch["uid"]))
             kept.append(data.select(batch, informative.nonzero()[:, 0].tolist()))
             whole = data.concat(kept)
@@ -382,7 +383,7 @@ class Trainer:
         """Write a checkpoint beside, then rename it: it is whole or absent. Older ones are deleted only
         then."""
         folder = self.directory / "checkpoints"
-        beside = folder / f"unfinished_{self.step}"
+        beside = folder / "unfinished"  # of any step: what a killed run left is cleared by the next save
         with self.phase("save"):
             self.once(shutil.rmtree, beside, True)
             for group in self.pools:
