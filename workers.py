@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 from transformers import get_cosine_with_min_lr_schedule_with_warmup as cosine_schedule
@@ -161,14 +161,11 @@ def shard_model(model, compute_dtype, mesh):
     """
     weights = model.state_dict() if dist.get_rank() == 0 else {}
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    for module in list(model.modules()):
-        if type(module).__name__ in model._no_split_modules:
-            fully_shard(module, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction with a factor
+    layers = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
+    for module in [*layers, model]:
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction with a factor
     if dist.get_rank() == 0:
         model.to(mesh.device_type)
     else:
