@@ -309,6 +309,16 @@ def check(config):
 # ---- The command line --------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def one_line_errors():
+    """Wrong input ends the process: exit code 2 and one line on stderr. A traceback is for bugs."""
+    try:
+        yield
+    except (ValueError, OSError, YAMLError, OmegaConfBaseException) as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        sys.exit(2)
+
+
 def end_on_signals():
     """Ctrl-C and SIGTERM end the process through its `finally` clauses, also where a shell ignores them."""
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -360,7 +370,7 @@ def from_command_line(program, words=None):
     parser.add_argument("--sweep", nargs="+", metavar="KEY=VALUES", help="like actor.lr=1e-6,1e-5 seed=1,2")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDE")
     arguments = parser.parse_intermixed_args(words)
-    try:
+    with one_line_errors():
         config = load(arguments.config, arguments.overrides)
         if arguments.print_config:
             print(dump(config), end="")
@@ -368,6 +378,4 @@ def from_command_line(program, words=None):
         if arguments.sweep:
             parser.exit(sweep(program, arguments.config, arguments.overrides, arguments.sweep))
         check(config)
-    except (ValueError, OSError, YAMLError, OmegaConfBaseException) as error:
-        parser.exit(2, f"error: {' '.join(str(error).split())}\n")
     return config

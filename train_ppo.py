@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 import socket
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -447,11 +446,8 @@ def run(config):
 
     configuration.end_on_signals()
     launch = "torchrun" if "RANK" in os.environ else config.launch
-    try:
+    with configuration.one_line_errors():
         trainer = Trainer(config, launch, main=int(os.environ.get("RANK", 0)) == 0)
-    except (ValueError, OSError) as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        sys.exit(2)
     try:
         if launch == "ray":
             address = config.ray.address or "local"  # with None Ray would join what runs on this machine
