@@ -215,11 +215,10 @@ class Trainer:
                     batch = self.groups[role].map("score", batch, role)
         with self.phase("advantage"):
             batch = self.add_advantages(batch)
-        for role in ("critic", "actor"):
-            warming_up = "critic" in self.groups and self.step <= self.config.critic.warmup_steps
-            if role in self.groups and (role != "actor" or not warming_up):
-                with self.phase(f"update_{role}"):
-                    self.update(role, batch)
+        if "critic" in self.groups:
+            self.update("critic", batch)
+        if self.step > self.config.critic.warmup_steps:  # 0 without a critic
+            self.update("actor", batch)
         seconds = time.perf_counter() - start
         tokens = sum(len(p) + len(r) for p, r in zip(batch["prompt_ids"], batch["response_ids"]))
         self.metrics |= {"time/step": seconds, "perf/tokens_per_second": tokens / seconds}
@@ -334,10 +333,12 @@ class Trainer:
 
     def update(self, role, batch):
         """Mini-batches times epochs of one role's updates; metrics are means over the updates."""
-        settings, rows, history = getattr(self.config, role), len(batch["uid"]), []
-        for _ in range(settings.epochs):
-            for start in range(0, rows, settings.mini_batch_size):
-                mini_batch = data.select(batch, range(start, min(start + settings.mini_batch_size, rows)))
+        settings, rows, history = getattr(self.config, role), range(len(batch["uid"])), []
+        size = settings.mini_batch_size
+        mini_batches = [rows[start : start + size] for start in range(0, len(rows), size)]
+        with self.phase(f"update_{role}"):
+            for indices in mini_batches * settings.epochs:
+                mini_batch = data.select(batch, indices)
                 norm = algos.normaliser(mini_batch["response_mask"], self.config.rollout.max_response_length)
                 history.append(self.groups[role].share("update", mini_batch, role, norm)[0][1])
         self.metrics |= {name: sum(update[name] for update in history) / len(history) for name in history[0]}
