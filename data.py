@@ -45,6 +45,13 @@ def resolve_model(path):
     return str(load_function(path, "model.path")()) if ".py:" in path else path
 
 
+def load_tokenizer(model, path):
+    """The tokenizer that the config's `model` section names, or else the one in the model's folder `path`."""
+    from transformers import AutoTokenizer  # not for the processes that compute rewards
+    name = resolve_model(model.tokenizer or path)
+    return AutoTokenizer.from_pretrained(name, trust_remote_code=model.trust_remote_code)
+
+
 def load_rows(spec, options, key="data.train"):
     """Yields the rows of a data spec: dicts of prompt (str or messages), answer, source, entry (as found).
 

@@ -136,12 +136,11 @@ class Trainer:
 
     def __init__(self, config, launch, main):
         self.config, self.launch, self.main = config, launch, main
-        path, trust = data.resolve_model(config.model.path), config.model.trust_remote_code
+        path = data.resolve_model(config.model.path)
         self.paths = {"actor": path, "rollout": path}
         for role in ("critic", "ref"):
             self.paths[role] = data.resolve_model(getattr(config, role).path or path)
-        tokenizer_path = config.model.tokenizer or path
-        self.tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=trust)
+        self.tokenizer = data.load_tokenizer(config.model, path)
         self.val_prompts = None
         if config.data.val:
             self.val_prompts = data.Prompts(config.data.val, self.tokenizer, config.data, key="data.val")
@@ -430,7 +429,7 @@ def checkpoints(directory):
 def run(config):
     """Train as `config` (already checked) says. Whatever ends it, no process of the run stays behind."""
     # Seconds of imports, which a run with a wrong config is spared.
-    global AutoTokenizer, PlacementGroup, Worker, algos, data, ray, tensorboard, torch
+    global PlacementGroup, Worker, algos, data, ray, tensorboard, torch
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # libraries' words about kernels that are not here
     if config.ray.address is None:
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # a private Ray then listens on loopback only
@@ -438,7 +437,6 @@ def run(config):
     import torch
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as PlacementGroup
     from torch.utils import tensorboard
-    from transformers import AutoTokenizer
 
     import algos
     import data

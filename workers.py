@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 from transformers import get_cosine_with_min_lr_schedule_with_warmup as cosine_schedule
 from transformers.utils import logging as transformers_logging
 
@@ -221,8 +221,7 @@ class Worker:
         order."""
         config = self.config
         if role == "rollout":
-            tokenizer_path, trust = config.model.tokenizer or path, config.model.trust_remote_code
-            tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=trust)
+            tokenizer = data.load_tokenizer(config.model, path)
             shape = self.world // config.rollout.tp, config.rollout.tp
             mesh = init_device_mesh(self.device, shape, mesh_dim_names=("dp", "tp"))
             self.rollout = Rollout(config, path, tokenizer, self.device, mesh)
