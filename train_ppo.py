@@ -85,14 +85,11 @@ class RayGroup(WorkerGroup):
         nodes, devices = pool["nodes"], pool["devices_per_node"]
         self.world = nodes * devices
         kinds = ["CPU", "GPU"] if torch.cuda.is_available() else ["CPU"]
-        for kind in kinds:
-            have = ray.available_resources().get(kind, 0)
-            if self.world > have:
-                raise RuntimeError(f"pools.{name} wants {self.world} {kind}s and Ray has {have:g}")
         bundle = dict.fromkeys(kinds, devices)
         group = ray.util.placement_group([bundle] * nodes, strategy="STRICT_SPREAD")
         if not group.wait(30):
-            raise RuntimeError(f"pools.{name} wants {nodes} nodes with {bundle} each, not found within 30 s")
+            free = {kind: ray.available_resources().get(kind, 0) for kind in kinds}
+            raise RuntimeError(f"pools.{name} wants {nodes} nodes with {bundle}; after 30 s Ray has {free}")
         places = [PlacementGroup(group, placement_group_bundle_index=node) for node in range(nodes)]
         init_method = f"file://{tempfile.mkdtemp()}/ranks"
         if nodes > 1:
