@@ -7,6 +7,7 @@ with one line that names the key or the file, and quickly: only `check` imports 
 
 import argparse
 import contextlib
+import ctypes
 import difflib
 import inspect
 import os
@@ -14,6 +15,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from fnmatch import fnmatch
 from math import inf
 from pathlib import Path
@@ -25,7 +27,8 @@ from yaml import YAMLError
 
 BASE = Path(__file__).with_name("config.yaml")
 # Keys that are null by default take text, or what is like the value given here.
-NULLS = {"ray.num_cpus": 1, "rollout.kv_tokens": 1, "trainer.steps": 1, "algorithm.kl_target": 0.1}
+NULLS = {"ray.num_cpus": 1, "rollout.kv_tokens": 1, "trainer.steps": 1, "algorithm.kl_target": 0.1,
+         "model.fsdp_size": 1, "trainer.profile_steps": [1]}
 FROM_ZERO = "seed", "validation.samples"  # whole numbers that may be 0 although their default is not
 OVERRIDE = re.compile(r"(\+?\+?|~)([\w-]+(?:\.[\w-]+)*)(?:=(.*))?", re.DOTALL)  # sign, dotted key, value
 
@@ -172,7 +175,7 @@ def options_in(config):
 
 
 def roles_needed(config):
-    """The set of roles that this config has work for: actor, rollout and perhaps critic and ref."""
+    """The set of roles that this config has work for: actor, rollout and perhaps critic, ref and reward."""
     import algos
 
     needed = {"actor", "rollout"}
@@ -180,9 +183,13 @@ def roles_needed(config):
         needed.add("critic")
     if config.algorithm.kl_in_reward or config.actor.kl_coef:
         needed.add("ref")
+    if config.reward_model.path:
+        needed.add("reward")
     return needed
 
 
+PATHS = ("model.path", "model.tokenizer", "critic.path", "ref.path", "reward_model.path",
+         "reward_model.tokenizer")
 RANGES = [  # patterns of keys, what holds for their values, and that in words
     ("*.lr *.weight_decay *kl_coef", lambda x: 0 <= x < inf, "must be at least 0 and finite"),
     ("*.clip_ratio_* *.cliprange_value validation.temperature", lambda x: x >= 0, "must be at least 0"),
@@ -192,6 +199,8 @@ RANGES = [  # patterns of keys, what holds for their values, and that in words
      lambda x: x is None or x > 0, "must be above 0"),
     ("*.top_k", lambda x: x != 0, "must be at least 1, or -1 for off"),
     ("*.warmup", lambda x: 0 <= x < 1 or x >= 1 and x % 1 == 0, "must be a share below 1 or a whole number"),
+    ("trainer.profile_steps", lambda x: x is None or len(x) == 2 and 0 < x[0] <= x[1],
+     "must be [first, last]"),
     ("*.betas", lambda x: len(x) == 2 and 0 <= min(x) <= max(x) < 1, "must be two numbers in [0, 1)"),
 ]
 
@@ -254,6 +263,10 @@ def check(config):
         "critic.min_lr_ratio": critic.schedule == "constant" and "critic.schedule is constant",
         "rollout.correction_cap": rollout.correction == "off" and "rollout.correction is off",
         "reward.overlong_penalty": config.reward.overlong_buffer == 0 and "reward.overlong_buffer is 0",
+        "reward_model.*": "reward" not in needed and "reward_model.path is null",
+        "actor.lora_*": actor.lora_rank == 0 and "actor.lora_rank is 0",
+        "model.attn_implementation": config.model.sp > 1 and "model.sp is above 1",
+        "trainer.max_restarts": "WORLD_SIZE" in os.environ and "torchrun has --max-restarts",
         "ray.num_cpus": config.ray.address is not None and "ray.address is given",
         "validation.*": config.data.val is None and "data.val is null",
     }
@@ -270,22 +283,27 @@ def check(config):
     grouped = "group" in inspect.signature(algos.ADVANTAGES[algorithm.advantage]).parameters
     require(rollout.n > 1 or not grouped, "rollout.n", f"must be above 1 for {algorithm.advantage}")
     placed = [(role, pool) for pool in config.pools.values() for role in pool["roles"]]
-    homes, known = dict(placed), {"actor", "rollout", "critic", "ref"}
+    homes, known = dict(placed), {"actor", "rollout", "critic", "ref", "reward"}
     once = len(placed) == len(homes) and needed <= homes.keys() <= known
     require(once and homes["actor"] is homes["rollout"], "pools",
             f"must place {', '.join(sorted(needed))} once each, actor and rollout together")
     devices = {role: pool["nodes"] * pool["devices_per_node"] for role, pool in placed}
-    world = devices["actor"]
-    require(world % rollout.tp == 0, "rollout.tp", f"must divide the {world} devices of its pool")
-    single = world == len(config.pools) == 1
+    if "WORLD_SIZE" in os.environ:  # torchrun has said how many there are
+        devices = dict.fromkeys(devices, int(os.environ["WORLD_SIZE"]))
+    single = devices["actor"] == len(config.pools) == 1
     require(config.launch == "ray" or single, "launch", "needs one pool of one device")
+    for key, roles in (("rollout.tp", {"rollout"}), ("model.sp", needed), ("model.fsdp_size", needed)):
+        for role in sorted(needed & roles):
+            right = f"must divide the {devices[role]} devices of the pool with role {role}"
+            require(devices[role] % (now[key] or 1) == 0, key, right)
 
     responses = config.data.batch_size * rollout.n
     longest = config.data.max_prompt_length + rollout.max_response_length
     for role in sorted(needed & {"actor", "critic"}):
         size, tokens = f"{role}.mini_batch_size", f"{role}.max_tokens_per_device"
         require(responses % now[size] == 0, size, f"must divide data.batch_size * rollout.n = {responses}")
-        require(now[size] >= devices[role], size, f"must be at least the {devices[role]} devices of its pool")
+        shares = devices[role] // config.model.sp
+        require(now[size] >= shares, size, f"must be at least the {shares} shares of its pool's devices")
         require(now[tokens] >= longest, tokens,
                 f"must be at least data.max_prompt_length + rollout.max_response_length = {longest}")
     if actor.old_logprobs == "skip":
@@ -295,7 +313,7 @@ def check(config):
 
     require(config.data.train, "data.train", "is required")
     require(config.model.path, "model.path", "is required")
-    for key in filter(now.get, ["model.path", "model.tokenizer", "critic.path", "ref.path"]):
+    for key in filter(now.get, PATHS):
         path = now[key]
         if ".py:" in path:
             data.load_function(path, key)
@@ -342,14 +360,41 @@ def sweep(program, files, overrides, grid):
         commands.append([sys.executable, program, *layers, *overrides, *point, f"trainer.dir={place}"])
     end_on_signals()
     for command in commands:
-        # Ctrl-C does not reach another session: a point is told to end from here, once, and can clean up
-        process = subprocess.Popen(command, start_new_session=True)
-        try:
-            codes.append(process.wait())
-        finally:
-            process.terminate()
-            process.wait()
+        codes.append(run_process(command))
     return max(map(abs, codes))
+
+
+def supervise(config):
+    """Runs this command as a process, and again when it fails, up to `trainer.max_restarts` times: it
+    continues from its newest checkpoint. Returns the last exit code; wrong input (2) is not tried again."""
+    directory = run_directory(config)
+    command = [sys.executable, *sys.argv, f"trainer.dir={directory}", "trainer.max_restarts=0"]
+    end_on_signals()
+    for attempt in range(config.trainer.max_restarts + 1):
+        if attempt:
+            print(f"restart {attempt} of {config.trainer.max_restarts}: {directory}", file=sys.stderr)
+        code = run_process(command)
+        if code in (0, 2):
+            break
+    return abs(code)
+
+
+def run_process(command):
+    """The exit code of a process in a session of its own: Ctrl-C does not reach it there, but it is told to
+    end when we end, once, and can clean up."""
+    tied = lambda: ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    process = subprocess.Popen(command, start_new_session=True, preexec_fn=tied)
+    try:
+        return process.wait()
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def run_directory(config):
+    """Where a run keeps its records and checkpoints."""
+    now = time.strftime("%Y-%m-%d_%H-%M-%S")
+    return Path(config.trainer.dir or f"runs/{config.trainer.name}/{now}").resolve()
 
 
 def from_command_line(program, words=None):

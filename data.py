@@ -45,11 +45,10 @@ def resolve_model(path):
     return str(load_function(path, "model.path")()) if ".py:" in path else path
 
 
-def load_tokenizer(model, path):
-    """The tokenizer that the config's `model` section names, or else the one in the model's folder `path`."""
+def load_tokenizer(name, trust_remote_code):
+    """The tokenizer in a model's folder, or of what `resolve_model` takes."""
     from transformers import AutoTokenizer  # not for the processes that compute rewards
-    name = resolve_model(model.tokenizer or path)
-    return AutoTokenizer.from_pretrained(name, trust_remote_code=model.trust_remote_code)
+    return AutoTokenizer.from_pretrained(resolve_model(name), trust_remote_code=trust_remote_code)
 
 
 def load_rows(spec, options, key="data.train"):
@@ -171,14 +170,35 @@ def concat(batches):
     return {name: [value for batch in batches for value in batch[name]] for name in batches[0]}
 
 
-def pad(tensors, fill=0):
-    """1-D tensors of any length, filled on the right: (B, T) with T the longest."""
-    return torch.nn.utils.rnn.pad_sequence(list(tensors), batch_first=True, padding_value=fill)
+def pad(tensors, fill=0, width=0):
+    """1-D tensors of any length, filled on the right: (B, T) with T the longest, or `width` if more."""
+    padded = torch.nn.utils.rnn.pad_sequence(list(tensors), batch_first=True, padding_value=fill)
+    return torch.nn.functional.pad(padded, (0, max(0, width - padded.shape[1])), value=fill)
 
 
 def unpad(tensor, lengths):
     """The inverse of `pad`: a list of the first lengths[i] entries of each row of (B, T)."""
     return [row[:length] for row, length in zip(tensor, lengths, strict=True)]
+
+
+def conversations(batch, tokenizer, own):
+    """What a reward model reads, as a batch: whole conversations as `prompt_ids`, each with a response of one
+    token, so that the value that would predict it, at the last token of the conversation, is the score.
+
+    tokenizer is the actor's; own the reward model's, or None where it has the same vocabulary and template.
+    """
+    whole = [torch.cat(ids) for ids in zip(batch["prompt_ids"], batch["response_ids"])]
+    for row, prompt in enumerate(batch["prompt"] if own else ()):
+        text = tokenizer.decode(batch["response_ids"][row], skip_special_tokens=True)
+        if isinstance(prompt, str):
+            ids = own(prompt + text)["input_ids"]
+        else:
+            chat = [*prompt, {"role": "assistant", "content": text}]
+            ids = own.apply_chat_template(chat, return_dict=False)
+        whole[row] = torch.tensor(ids)
+    token, mask, rows = torch.zeros(1, dtype=torch.int64), torch.ones(1), len(whole)
+    return {"uid": list(range(rows)), "prompt_ids": whole, "response_ids": [token] * rows,
+            "response_mask": [mask] * rows}
 
 
 def _tokens(batch, rows):
@@ -268,7 +288,12 @@ def gym_score(response, answer, row):
     return reasoning_gym.get_score_answer_fn(row["metadata"]["source_dataset"])(found, row)
 
 
-REWARDS = {"exact": exact, "number": number, "math": math_equal, "reasoning_gym": gym_score}
+def none(response, answer, row):
+    """Nothing: the reward model alone gives the score."""
+    return 0.0
+
+
+REWARDS = {"none": none, "exact": exact, "number": number, "math": math_equal, "reasoning_gym": gym_score}
 PACKAGES = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}
 
 
@@ -328,8 +353,9 @@ class Rewards:
 
         New columns: response (text), scores (float; NaN where the function gave None or NaN), reward/<key>
         for its other numbers, token_level_scores (1-D: the score on the last token the model wrote, else 0).
-        In training, scores include the penalty for nearing max_response_length (DAPO, arXiv 2503.14476,
-        eq. 13), and with mask_truncated a cut response has a response_mask of 0.
+        The batch's model_scores (floats), if it has them, are added to the scores. In training, scores
+        include the penalty for nearing max_response_length (DAPO, arXiv 2503.14476, eq. 13), and with
+        mask_truncated a cut response has a response_mask of 0.
         """
         options, masks, limit = self.options, batch["response_mask"], self.max_response_length
         texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in batch["response_ids"]]
@@ -346,6 +372,7 @@ class Rewards:
             self.shown = True
         results = [{} if future.exception() else future.result() for future in futures]
         scores = torch.tensor([r.get("score", options.fallback) for r in results], dtype=torch.float64)
+        scores += torch.tensor(batch.get("model_scores", 0.0))
         lengths = torch.tensor([mask.sum() for mask in masks]).double()
         metrics = {"reward/errors": len(errors) - timeouts, "reward/timeouts": timeouts,
                    "reward/mean": scores.nanmean(), "reward/std": scores[~scores.isnan()].std(correction=0),

@@ -48,8 +48,8 @@ class Rollout:
         self._limits = {"max_new_tokens": rollout.max_response_length, "stop_token_ids": end}
         self._tp, self._tp_group = rollout.tp, mesh.get_group("tp")
         self._engine, self._processes = None, []
-        self._state = "on another rank"
-        if mesh.get_local_rank("tp") > 0:
+        self._state, self.leads = "on another rank", mesh.get_local_rank("tp") == 0
+        if not self.leads:
             return
         # SGLang takes over the signals and the event loop of the main thread. In a thread of its own it
         # leaves them alone, and a Ray actor or a torchrun rank keeps its handlers.

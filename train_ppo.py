@@ -10,12 +10,13 @@ update, streaming of data, other backends.
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import socket
+import sys
 import tempfile
 import time
-from pathlib import Path
 
 from tqdm import tqdm
 
@@ -34,22 +35,26 @@ class WorkerGroup:
     """The workers of one pool. `call` speaks to all of them, `share` gives each its rows of a batch, and
     `map` is `share` for new columns.
 
-    A subclass has `world`, the number of ranks, and `run(method, args_per_rank)`, which returns a result per
-    rank.
+    A subclass has `world`, the number of ranks, `sp`, how many of them share a sequence, and
+    `run(method, args_per_rank)`, which returns a result per rank.
     """
 
     def call(self, method, *args):
         """Every rank runs `method` with the same arguments. Returns the results in order of rank."""
         return self.run(method, [args] * self.world)
 
-    def share(self, method, batch, *args):
-        """Every rank runs `method` on its share of the rows. Returns (row numbers, result) per rank."""
-        parts = data.split(batch, self.world)
-        return list(zip(parts, self.run(method, [(data.select(batch, part), *args) for part in parts])))
+    def share(self, method, batch, *args, together=None):
+        """Every `together` ranks (those of a sequence, unless said) run `method` on one share of the rows.
+        Returns (row numbers, result) per share."""
+        together = together or self.sp
+        parts = data.split(batch, self.world // together)
+        shares = [data.select(batch, part) for part in parts]
+        results = self.run(method, [(shares[rank // together], *args) for rank in range(self.world)])
+        return list(zip(parts, results[::together]))
 
-    def map(self, method, batch, *args):
+    def map(self, method, batch, *args, together=None):
         """`share` for a method that gives new columns. Returns the batch with them, its order kept."""
-        shared = self.share(method, batch, *args)
+        shared = self.share(method, batch, *args, together=together)
         columns = data.concat([result for _, result in shared])
         order = [row for part, _ in shared for row in part]
         return batch | data.select(columns, sorted(range(len(order)), key=order.__getitem__))
@@ -65,6 +70,7 @@ class SpmdGroup(WorkerGroup):
     def __init__(self, config, name, pool):
         names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}  # torchrun sets these
         self.rank, self.world, *local = (int(os.environ.get(name, value)) for name, value in names.items())
+        self.sp = config.model.sp
         init_method = "env://" if "RANK" in os.environ else f"file://{tempfile.mkdtemp()}/ranks"
         self.worker = Worker(config, self.rank, self.world, *local, init_method)
 
@@ -83,13 +89,13 @@ class RayGroup(WorkerGroup):
 
     def __init__(self, config, name, pool):
         nodes, devices = pool["nodes"], pool["devices_per_node"]
-        self.world = nodes * devices
+        self.world, self.sp = nodes * devices, config.model.sp
         kinds = ["CPU", "GPU"] if torch.cuda.is_available() else ["CPU"]
         bundle = dict.fromkeys(kinds, devices)
         group = ray.util.placement_group([bundle] * nodes, strategy="STRICT_SPREAD")
-        if not group.wait(30):
+        if not group.wait(25):
             free = {kind: ray.available_resources().get(kind, 0) for kind in kinds}
-            raise RuntimeError(f"pools.{name} wants {nodes} nodes with {bundle}; after 30 s Ray has {free}")
+            raise RuntimeError(f"pools.{name} wants {nodes} nodes with {bundle}; after 25 s Ray has {free}")
         places = [PlacementGroup(group, placement_group_bundle_index=node) for node in range(nodes)]
         init_method = f"file://{tempfile.mkdtemp()}/ranks"
         if nodes > 1:
@@ -135,9 +141,12 @@ class Trainer:
         self.config, self.launch, self.main = config, launch, main
         path = data.resolve_model(config.model.path)
         self.paths = {"actor": path, "rollout": path}
-        for role in ("critic", "ref"):
-            self.paths[role] = data.resolve_model(getattr(config, role).path or path)
-        self.tokenizer = data.load_tokenizer(config.model, path)
+        sections = {"critic": config.critic, "ref": config.ref, "reward": config.reward_model}
+        for role, section in sections.items():
+            self.paths[role] = data.resolve_model(section.path or path)
+        trust, other = config.model.trust_remote_code, config.reward_model.tokenizer
+        self.tokenizer = data.load_tokenizer(config.model.tokenizer or path, trust)
+        self.reward_tokenizer = data.load_tokenizer(other, trust) if other else None
         self.val_prompts = None
         if config.data.val:
             self.val_prompts = data.Prompts(config.data.val, self.tokenizer, config.data, key="data.val")
@@ -146,6 +155,7 @@ class Trainer:
         self.prompts = data.Prompts(config.data.train, self.tokenizer, config.data, *order, exclude=held_out)
         self.total = config.trainer.steps or config.trainer.epochs * self.prompts.steps_per_epoch
         self.step, self.kl_coef, self.awake, self.metrics = 0, config.algorithm.kl_coef, False, {}
+        self.best = -math.inf  # mean validation score over sources
         self.rewards = self.board = None
         self.pools, self.groups = [], {}
 
@@ -159,23 +169,24 @@ class Trainer:
             self.pools.append(group_class(config, name, pool))
             needed = configuration.roles_needed(config).intersection(pool["roles"])
             self.groups |= dict.fromkeys(needed, self.pools[-1])
-        for role in ("critic", "ref", "actor", "rollout"):
-            if role in self.groups:
+        for role in ("critic", "ref", "reward", "actor", "rollout"):
+            adapter_off = role == "ref" and config.actor.lora_rank and not config.ref.path
+            if adapter_off:
+                self.groups["ref"] = self.groups["actor"]
+            elif role in self.groups:
                 self.groups[role].call("build", role, self.paths[role], self.total)
         self.directory = self.once(self.open_directory)
         if config.trainer.tensorboard and self.main:
             self.board = tensorboard.SummaryWriter(self.directory)
 
     def open_directory(self):
-        name, now = self.config.trainer.name, time.strftime("%Y-%m-%d_%H-%M-%S")
-        directory = Path(self.config.trainer.dir or f"runs/{name}/{now}").resolve()
+        directory = configuration.run_directory(self.config)
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "config.yaml").write_text(configuration.dump(self.config))
         return directory
 
     def close(self):
-        """End the workers and their engines. Ray's and the engines' processes end with this one in any
-        case."""
+        """End the workers and their engines; what is left of Ray and the engines ends with this process."""
         if self.rewards:
             self.rewards.close()
         for group in self.pools:
@@ -189,18 +200,25 @@ class Trainer:
             self.validate()
             self.write_metrics()
         steps = range(self.step + 1, self.total + 1)
+        first_profiled, last_profiled = self.config.trainer.profile_steps or (None, None)
         for self.step in tqdm(steps, total=self.total, initial=self.step, disable=not self.main):
+            if self.step == first_profiled:
+                self.groups["actor"].call("start_profile")
             self.train_step()
+            if self.step == last_profiled:
+                self.groups["actor"].call("stop_profile", str(self.directory))
             last = self.step == self.total
             if self.val_prompts and (last or (every and self.step % every == 0)):
                 self.validate()
             self.write_metrics()
             if last or (self.config.trainer.save_every and self.step % self.config.trainer.save_every == 0):
                 self.save()
+        if self.config.trainer.export:
+            self.groups["actor"].call("export", str(self.directory / "export"))
+            self.once(self.tokenizer.save_pretrained, self.directory / "export")
 
     def train_step(self):
-        """One step, in the order of DESIGN.md's diagram: every line adds columns to the batch, then the
-        models learn."""
+        """One step, as README.md draws it: columns are added to the batch, then the models learn."""
         start = time.perf_counter()
         self.wake()
         batch = self.collect()
@@ -222,8 +240,7 @@ class Trainer:
     # -- rollout and rewards
 
     def wake(self):
-        """Bring the engine back with the actor's present weights, unless it has them already (after a
-        validation)."""
+        """Give the engine its memory and the actor's weights, unless a validation has just done so."""
         with self.phase("sync"):
             if not self.awake:
                 self.groups["actor"].call("wake")
@@ -235,9 +252,11 @@ class Trainer:
         self.awake = False
 
     def collect(self):
-        """The step's scored responses. With dynamic sampling (DAPO, arXiv 2503.14476) groups whose rewards
-        are all equal are thrown away, and more prompts are drawn, at most `algorithm.dynamic_sampling` times
-        in all."""
+        """The step's scored responses.
+
+        With dynamic sampling (DAPO, arXiv 2503.14476) groups whose rewards are all equal are thrown away, and
+        more prompts are drawn, at most `algorithm.dynamic_sampling` times in all.
+        """
         wanted = self.config.data.batch_size * self.config.rollout.n
         draws, kept = self.config.algorithm.dynamic_sampling, []
         if not draws:
@@ -258,33 +277,42 @@ class Trainer:
         """The next prompts, answered `rollout.n` times and scored."""
         rollout, prompts = self.config.rollout, self.prompts.next()
         sampling = {name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k", "min_p")}
-        with self.phase("rollout"):
-            batch = self.groups["actor"].map("generate", data.repeat(prompts, rollout.n), self.step, sampling)
-        with self.phase("reward"):
-            batch, metrics = self.once(self.rewards, batch)
+        batch, metrics = self.answer(data.repeat(prompts, rollout.n), sampling, self.step, "rollout")
         self.metrics |= metrics
         if self.config.algorithm.advantage == "remax":  # a greedy response is its prompt's baseline
-            with self.phase("rollout_greedy"):
-                once, greedily = data.repeat(prompts, 1), {"temperature": 0.0}
-                greedy = self.groups["actor"].map("generate", once, self.step, greedily)
-                greedy, _ = self.once(self.rewards, greedy)
+            once, greedily = data.repeat(prompts, 1), {"temperature": 0.0}
+            greedy, _ = self.answer(once, greedily, self.step, "rollout_greedy")
             baselines = dict(zip(greedy["uid"], greedy["scores"]))
             batch["reward_baselines"] = [baselines[uid] for uid in batch["uid"]]
         return batch
 
+    def answer(self, prompts, sampling, step, phase):
+        """The prompts with responses and scores, by the function and the reward model, and metrics of these.
+        Step 0 is a validation: no penalties."""
+        with self.phase(phase):
+            together = self.config.rollout.tp
+            batch = self.groups["rollout"].map("generate", prompts, step, sampling, together=together)
+        if "reward" in self.groups:
+            with self.phase("reward_model"):
+                rows = data.conversations(batch, self.tokenizer, self.reward_tokenizer)
+                scored = self.groups["reward"].map("score", rows, "reward")
+            weight = self.config.reward_model.weight
+            batch["model_scores"] = [weight * score.item() for score in scored["model_scores"]]
+        with self.phase("reward"):
+            return self.once(self.rewards, batch, step > 0)
+
     def validate(self):
-        """Answer every validation prompt `validation.n` times; accuracies by source, all samples to
-        samples.jsonl."""
+        """The mean score of the validation prompts of every source; all samples go to samples.jsonl."""
         validation = self.config.validation
         self.wake()
-        with self.phase("validate"):
-            prompts = data.repeat(self.val_prompts.all(), validation.n)
-            sampling = {"temperature": validation.temperature}
-            batch = self.groups["actor"].map("generate", prompts, 0, sampling)
-            batch, _ = self.once(self.rewards, batch, False)
+        prompts = data.repeat(self.val_prompts.all(), validation.n)
+        batch, _ = self.answer(prompts, {"temperature": validation.temperature}, 0, "validate")
         for source in sorted(set(batch["source"])):
             scores = [score for score, name in zip(batch["scores"], batch["source"]) if name == source]
             self.metrics[f"val/{source}/mean@{validation.n}"] = torch.tensor(scores).nanmean().item()
+        means = [value for name, value in self.metrics.items() if name.startswith("val/")]
+        self.best = max(self.best, sum(means) / len(means))
+        self.metrics["val/best"] = self.best
         if self.main:
             columns = ("uid", "sample", "source", "prompt", "response", "answer", "scores", "finish_reason")
             rows = [dict(zip(columns, row)) for row in zip(*(batch[name] for name in columns))]
@@ -297,8 +325,7 @@ class Trainer:
     # -- advantages and updates
 
     def add_advantages(self, batch):
-        """Columns advantages, returns and rollout_weights, and old_logprobs where they were not
-        recomputed."""
+        """New columns advantages, returns, rollout_weights, and old_logprobs if they are not there."""
         algorithm, rollout = self.config.algorithm, self.config.rollout
         batch.setdefault("old_logprobs", batch["rollout_logprobs"])
         tensors = {name: data.pad(batch[name]) for name in PADDED if name in batch}
@@ -348,9 +375,10 @@ class Trainer:
         yield
         key = f"time/{name}"
         self.metrics[key] = self.metrics.get(key, 0.0) + time.perf_counter() - start
-        for group in self.pools:
+        for pool, group in zip(self.config.pools, self.pools):
+            place = f"mem/{name}/{pool}_" if len(self.pools) > 1 else f"mem/{name}/"
             for memory in group.call("memory"):
-                self.metrics |= {f"mem/{name}/{process}": mib for process, mib in memory.items()}
+                self.metrics |= {f"{place}{process}": mib for process, mib in memory.items()}
 
     def once(self, function, *args):
         """Run something on the main process only; all loops get its result."""
@@ -376,10 +404,11 @@ class Trainer:
     # -- checkpoints
 
     def save(self):
-        """Write a checkpoint beside, then rename it: it is whole or absent. Older ones are deleted only
-        then."""
+        """Write a checkpoint beside, then rename it: it is whole or absent. Older ones go after that."""
         folder = self.directory / "checkpoints"
         beside = folder / "unfinished"  # of any step: what a killed run left is cleared by the next save
+        if self.awake:  # the models need their memory back
+            self.sleep()
         with self.phase("save"):
             self.once(shutil.rmtree, beside, True)
             for group in self.pools:
@@ -387,19 +416,19 @@ class Trainer:
             self.once(self.finish_save, beside, folder / f"step_{self.step}")
 
     def finish_save(self, beside, final):
-        state = {"step": self.step, "kl_coef": self.kl_coef, "prompts": self.prompts.state_dict()}
+        state = {"step": self.step, "kl_coef": self.kl_coef, "best": self.best}
+        state["prompts"] = self.prompts.state_dict()
         (beside / "trainer.json").write_text(json.dumps(state))
         beside.rename(final)
         for old in checkpoints(self.directory)[: -self.config.trainer.keep]:
             shutil.rmtree(old)
 
     def resume(self):
-        """Continue from the newest whole checkpoint, if there is one; later rows of the records are of no
-        run any more."""
+        """Continue from the newest whole checkpoint, if any, and cut the records back to its step."""
         found = checkpoints(self.directory)
         if found:
             state = json.loads((found[-1] / "trainer.json").read_text())
-            self.step, self.kl_coef = state["step"], state["kl_coef"]
+            self.step, self.kl_coef, self.best = state["step"], state["kl_coef"], state["best"]
             self.prompts.load_state_dict(state["prompts"])
             for group in self.pools:
                 group.call("load", str(found[-1]))
@@ -411,7 +440,8 @@ class Trainer:
             path = self.directory / name
             if path.exists():
                 lines = path.read_text().splitlines(True) if self.step else []  # 0: also that row comes again
-                path.write_text("".join(line for line in lines if json.loads(line)["step"] <= self.step))
+                whole = [line for line in lines if line.endswith("\n")]  # a kill may have cut the last one
+                path.write_text("".join(line for line in whole if json.loads(line)["step"] <= self.step))
 
 
 def checkpoints(directory):
@@ -458,4 +488,7 @@ def run(config):
 
 
 if __name__ == "__main__":
-    run(configuration.from_command_line(__file__))
+    chosen = configuration.from_command_line(__file__)
+    if chosen.trainer.max_restarts:
+        sys.exit(configuration.supervise(chosen))
+    run(chosen)

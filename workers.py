@@ -16,30 +16,25 @@ import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.nn.functional as F
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
 from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
-from transformers import get_cosine_with_min_lr_schedule_with_warmup as cosine_schedule
+from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 import algos
 import data
+from models import VALUED, build_model, build_optimizer, gather_tokens, sequence_shard, ulysses_attention
 from rollout import Rollout
 
 # The token columns that losses are made from, and those that a forward pass gives.
 TOKEN_COLUMNS = ("response_mask", "old_logprobs", "ref_logprobs", "advantages", "returns", "values",
                  "rollout_weights", "rollout_logprobs")
-SCORES = {"actor": ("old_logprobs", "entropy"), "ref": ("ref_logprobs",), "critic": ("values",)}
+SCORES = {"actor": ("old_logprobs", "entropy"), "ref": ("ref_logprobs",), "critic": ("values",),
+          "reward": ("model_scores",)}
 
 
-# ---- Forward passes ----------------------------------------------------------------------------------------
-
-
-def pack(batch, units, device):
+def pack(batch, units, device, multiple=1):
     """Lay out units (lists of row indices of one prompt) as padded rows: prompt, response 1, response 2, ...
 
     Positions restart after the prompt for every response, and the mask lets a response see the prompt and
@@ -47,8 +42,9 @@ def pack(batch, units, device):
     is used and is left out.
 
     Returns the model's inputs (input_ids [B, T], position_ids [B, T], attention_mask [B, 1, T, T] or None
-    where every row holds one response and plain causal attention is right), and for all responses in order of
-    the units the flat position in B*T that predicts each response token: a list of 1-D tensors.
+    where every row holds one response and plain causal attention is right; T is a multiple of `multiple`),
+    and for all responses in order of the units the flat position in B*T that predicts each response token: a
+    list of 1-D tensors.
     """
     ids, positions, segments, predictors = [], [], [], []
     for unit in units:
@@ -63,138 +59,22 @@ def pack(batch, units, device):
             predictors.append((len(ids), predicting))
             end += length
         ids.append(torch.cat(parts))
-    inputs = {"input_ids": data.pad(ids).to(device), "position_ids": data.pad(positions).to(device)}
-    width, mask = inputs["input_ids"].shape[1], None
+    width, mask = -(-max(map(len, ids)) // multiple) * multiple, None
+    columns = {"input_ids": ids, "position_ids": positions}
+    inputs = {name: data.pad(rows, width=width).to(device) for name, rows in columns.items()}
     if any(len(unit) > 1 for unit in units):
-        segment = data.pad(segments, -1)
+        segment = data.pad(segments, -1, width)
         same = segment[:, None, :] == segment[:, :, None]
         causal = torch.ones(width, width, dtype=torch.bool).tril()
         mask = ((same | (segment == 0)[:, None, :]) & causal)[:, None].to(device)
     return inputs | {"attention_mask": mask}, [row * width + position for row, position in predictors]
 
 
-def chunk_logprobs(hidden, weight, bias, labels, temperature, with_entropy):
-    """Log-probs of `labels` [N] and entropy [N] (zeros unless asked for) from hidden states [N, H]; logits
-    live only here."""
-    logits = F.linear(hidden, weight, bias).float() / temperature
-    logsumexp = logits.logsumexp(-1)
-    logprobs = logits.gather(-1, labels[:, None])[:, 0] - logsumexp
-    if not with_entropy:
-        return logprobs, torch.zeros_like(logprobs)
-    return logprobs, logsumexp - (torch.softmax(logits, -1) * logits).sum(-1)
-
-
-def token_logprobs(model, inputs, predictors, labels, temperature, with_entropy):
-    """What replaces the forward of a causal language model: log-probs and entropy [N] of N given tokens.
-
-    Only the positions that predict a token (`predictors` [N], flat in B*T) reach the head, and they do so in
-    chunks whose logits are recomputed in the backward pass: [tokens x vocabulary] never exists at once.
-    """
-    hidden = model.get_decoder()(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[predictors]
-    head = model.get_output_embeddings()
-    size = max(1, 2**24 // head.weight.shape[0])
-    chunks = []
-    for h, y in zip(hidden.split(size), labels.split(size)):
-        args = (h, head.weight, head.bias, y, temperature, with_entropy)
-        chunks.append(checkpoint(chunk_logprobs, *args, use_reentrant=False))
-    return tuple(torch.cat(parts) for parts in zip(*chunks))
-
-
-def token_values(forward, inputs, predictors):
-    """What replaces the forward of a critic: the value [N] at the position that predicts each response
-    token."""
-    return (forward(**inputs, use_cache=False).logits.flatten(0, 1)[predictors, 0].float(),)
-
-
-# ---- Building models ---------------------------------------------------------------------------------------
-
-
-def build_model(role, path, settings, config, mesh):
-    """An FSDP2 model on `mesh`: "critic" has a value head, every other role a language-model head.
-
-    Rank 0 reads the weights, the other ranks build on the meta device and receive their shards from it, so a
-    full copy exists once per job and only while loading. Master weights are float32; `settings.compute_dtype`
-    is the precision of the passes. Dropout of any name is set to 0: a ratio of new to old log-probs must be 1
-    before the first update.
-    """
-    trust = config.model.trust_remote_code
-    model_config = AutoConfig.from_pretrained(path, trust_remote_code=trust, **config.model.overrides)
-    for name in list(vars(model_config)):
-        if name.endswith(("dropout", "pdrop")):
-            setattr(model_config, name, 0.0)
-    auto = AutoModelForCausalLM
-    if role == "critic":
-        auto, model_config.num_labels = AutoModelForTokenClassification, 1
-    kwargs = {"trust_remote_code": trust, "dtype": torch.float32}
-    kwargs["attn_implementation"] = config.model.attn_implementation
-    if dist.get_rank() == 0:
-        model, loading = auto.from_pretrained(path, config=model_config, output_loading_info=True, **kwargs)
-        if role != "critic" and loading["missing_keys"]:
-            raise ValueError(f"{path}: the checkpoint has no {sorted(loading['missing_keys'])}")
-        for name in loading["missing_keys"]:
-            torch.nn.init.zeros_(model.get_parameter(name))  # a critic's new head: the first values are 0
-    else:
-        with torch.device("meta"):
-            model = auto.from_config(model_config, **kwargs)
-    if config.model.liger:
-        from liger_kernel.transformers import _apply_liger_kernel_to_instance
-
-        _apply_liger_kernel_to_instance(model=model)
-    if getattr(settings, "gradient_checkpointing", False):
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0  # some heads have one that no config names
-    model.train()
-    if role == "critic":
-        model.forward = functools.partial(token_values, model.forward)
-    else:
-        model.forward = functools.partial(token_logprobs, model)
-    return shard_model(model, getattr(torch, settings.compute_dtype), mesh)
-
-
-def shard_model(model, compute_dtype, mesh):
-    """Shard every layer, then the rest, over `mesh`, and fill all ranks with rank 0's weights and buffers.
-
-    Gradients are summed over ranks, not averaged: losses are already divided by the whole mini-batch's
-    counts.
-    """
-    weights = model.state_dict() if dist.get_rank() == 0 else {}
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    layers = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
-    for module in [*layers, model]:
-        fully_shard(module, mesh=mesh, mp_policy=policy)
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction with a factor
-    if dist.get_rank() == 0:
-        model.to(mesh.device_type)
-    else:
-        model.to_empty(device=mesh.device_type)
-    model.tie_weights()  # to_empty gives tied weights a tensor each
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
-    set_model_state_dict(model, weights, options=options)
-    for buffer in model.buffers():
-        dist.broadcast(buffer, 0)
-    return model
-
-
-def build_optimizer(model, settings, updates):
-    """AdamW and its schedule over `updates` optimizer updates. The schedule starts at 1, so that with a
-    warm-up of w the first update uses lr/w and not 0, and the last one the floor."""
-    groups = [{"params": list(model.parameters()), "initial_lr": settings.lr}]
-    options = {"betas": tuple(settings.betas), "weight_decay": settings.weight_decay, "fused": True}
-    optimizer = torch.optim.AdamW(groups, lr=settings.lr, **options)
-    warmup = int(settings.warmup * updates) if 0 < settings.warmup < 1 else int(settings.warmup)
-    floor = 1.0 if settings.schedule == "constant" else settings.min_lr_ratio  # a cosine from 1 to 1 is flat
-    return optimizer, cosine_schedule(optimizer, warmup, updates, last_epoch=0, min_lr_rate=floor)
-
-
 # ---- The worker --------------------------------------------------------------------------------------------
 
 
 class Worker:
-    """One rank: its shards of every model in its pool, and its engine. Batches are dicts of lists, see
-    DESIGN.md.
+    """One rank: its shards of every model in its pool, and its engine. Batches are those of data.py.
 
     `init_method` is where the ranks of a pool meet: env:// under torchrun, a file on one machine, tcp://
     across machines.
@@ -212,7 +92,14 @@ class Worker:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world))
         backend = "cpu:gloo,cuda:nccl" if self.device == "cuda" else "gloo"
         dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world)
-        self.mesh = init_device_mesh(self.device, (world,), mesh_dim_names=("dp",))
+        # Every `fsdp_size` ranks hold a whole model; with fewer than all (HSDP) there are copies of it.
+        shards, sp = config.model.fsdp_size or world, config.model.sp
+        self.mesh = init_device_mesh(self.device, (world // shards, shards), mesh_dim_names=("copy", "shard"))
+        self.mesh = self.mesh if shards < world else self.mesh["shard"]
+        self.sequence = init_device_mesh(self.device, (world // sp, sp), mesh_dim_names=("dp", "sp"))["sp"]
+        if sp > 1:
+            attention = functools.partial(ulysses_attention, self.sequence.get_group())
+            AttentionInterface.register("ulysses", attention)
         self.models, self.optimizers, self.schedules = {}, {}, {}
         self.rollout = None
 
@@ -221,12 +108,13 @@ class Worker:
         order."""
         config = self.config
         if role == "rollout":
-            tokenizer = data.load_tokenizer(config.model, path)
+            trust = config.model.trust_remote_code
+            tokenizer = data.load_tokenizer(config.model.tokenizer or path, trust)
             shape = self.world // config.rollout.tp, config.rollout.tp
             mesh = init_device_mesh(self.device, shape, mesh_dim_names=("dp", "tp"))
             self.rollout = Rollout(config, path, tokenizer, self.device, mesh)
             return
-        settings = getattr(config, role)
+        settings = getattr(config, "reward_model" if role == "reward" else role)
         self.models[role] = model = build_model(role, path, settings, config, self.mesh)
         if role in ("actor", "critic"):
             responses = config.data.batch_size * config.rollout.n
@@ -238,22 +126,46 @@ class Worker:
     def wake(self):
         """Engine weights come back, the actor's shards stream in, then the kv cache: after this the engine
         may generate."""
+        self.place("actor", self.device)
         self.rollout.resume("weights")
-        self.rollout.update_weights(self.full_tensors("actor"))
+        self.rollout.update_weights(self.full_tensors("actor", getattr(torch, self.config.rollout.dtype)))
+        for role in self.models:
+            self.place(role, "cpu" if self.config.actor.offload else self.device)
         self.rollout.resume("kv_cache")
 
-    def full_tensors(self, role):
-        """(name, whole tensor) of every parameter once, gathered one at a time; all ranks must walk
-        through all of it."""
-        dtype = getattr(torch, self.config.rollout.dtype)
-        for name, parameter in self.models[role].named_parameters():
-            yield name, parameter.detach().to(dtype).full_tensor()
+    def full_tensors(self, role, dtype=torch.float32):
+        """(Hugging Face name, whole tensor) of every weight once, gathered one at a time; all ranks must walk
+        through all of it. Where there is an adapter, W is W + scaling B A, and A and B do not appear."""
+        model = self.models[role]
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                continue
+            layer, base, rest = name.partition(".base_layer")
+            weight = parameter.detach().to(dtype).full_tensor()
+            if base and rest == ".weight":
+                lora = model.get_submodule(layer)
+                a, b = (pair["default"].weight.detach().full_tensor() for pair in (lora.lora_A, lora.lora_B))
+                weight = weight + (lora.scaling["default"] * b @ a).to(dtype)
+            yield layer + rest, weight
 
     def sleep(self):
         self.rollout.release()
+        for role in self.models:
+            self.place(role, self.device)
+
+    def place(self, role, device):
+        """Move a role's shards and optimizer state to the device, or to host memory, where they wait while
+        the engine has the device (`actor.offload`; on CPU there is nowhere to go)."""
+        self.models[role].to(device)
+        for state in self.optimizers[role].state.values() if role in self.optimizers else ():
+            state.update({name: tensor.to(device) for name, tensor in state.items()})
+        if device != self.device:
+            torch.cuda.empty_cache()
 
     def generate(self, batch, step, sampling):
         """New columns response_ids, response_mask, rollout_logprobs, turns, finish_reason; see rollout.py."""
+        if not self.rollout.leads:  # the first rank of its tensor-parallel group answers for all
+            return {}
         answered = self.rollout.generate(batch, step=step, sampling=sampling)
         return {name: column for name, column in answered.items() if name not in batch}
 
@@ -262,7 +174,8 @@ class Worker:
     def micro_batches(self, batch, role):
         """This rank's micro-batches: (units, weight). All ranks must run equally many forward and backward
         passes, or FSDP's collectives hang; a rank with fewer repeats its first row with weight 0."""
-        settings = getattr(self.config, "critic" if role == "critic" else "actor")
+        budgets = {"critic": self.config.critic, "reward": self.config.reward_model}
+        settings = budgets.get(role, self.config.actor)
         plan = data.micro_batches(batch, settings.max_tokens_per_device, self.config.actor.share_prompt)
         longest = torch.tensor(len(plan))
         dist.all_reduce(longest, op=dist.ReduceOp.MAX)
@@ -271,34 +184,44 @@ class Worker:
     def forward(self, role, batch, units, weight, with_entropy=False):
         """One micro-batch: its token columns padded to [n, R], and the model's outputs in the same shape, 0
         where the model did not write the token. Rows are in the order of `units`."""
+        if not batch["uid"]:  # fewer rows than ranks: a row of one token keeps step
+            batch = dict.fromkeys(batch, torch.zeros(1, 1, dtype=torch.int64))
         rows = [row for unit in units for row in unit]
         names = [name for name in TOKEN_COLUMNS if name in batch]
         columns = {name: data.pad([batch[name][row] for row in rows]).to(self.device) for name in names}
         columns["response_mask"] = columns["response_mask"] * weight
         written = columns["response_mask"].bool()
-        inputs, predictors = pack(batch, units, self.device)
+        inputs, predictors = pack(batch, units, self.device, self.sequence.size())
         flat = torch.cat([batch["response_mask"][row] for row in rows]).bool() & bool(weight)
         predictors = torch.cat(predictors)[flat].to(self.device)
-        if role == "critic":
+        inputs, mine, predictors = sequence_shard(inputs, predictors, self.sequence)
+        if role in VALUED:
             outputs = self.models[role](inputs, predictors)
         else:
-            labels = torch.cat([batch["response_ids"][row] for row in rows])[flat].to(self.device)
+            labels = torch.cat([batch["response_ids"][row] for row in rows])[flat].to(self.device)[mine]
             temperature = self.config.rollout.temperature
             outputs = self.models[role](inputs, predictors, labels, temperature, with_entropy)
         padded = torch.zeros(written.shape, device=self.device)
+        outputs = [gather_tokens(output, mine, self.sequence.get_group()) for output in outputs]
         return columns, [padded.masked_scatter(written, output) for output in outputs]
 
     @torch.no_grad()
     def score(self, batch, role):
         """New columns of 1-D float32 tensors over the response: old_logprobs and entropy (role "actor"),
-        ref_logprobs ("ref"), or values ("critic")."""
+        ref_logprobs ("ref"), values ("critic") or model_scores ("reward")."""
         columns = {name: [None] * len(batch["response_ids"]) for name in SCORES[role]}
-        for units, weight in self.micro_batches(batch, role):
-            _, outputs = self.forward(role, batch, units, weight, with_entropy=role == "actor")
+        home = role if role in self.models else "actor"  # which is the reference when its adapter is off
+        if home != role:
+            self.models[home].disable_adapters()
+        for units, weight in self.micro_batches(batch, home):
+            _, outputs = self.forward(home, batch, units, weight, with_entropy=role == "actor")
             rows = [row for unit in units for row in unit] if weight else []
             for name, output in zip(SCORES[role], outputs):
                 for row, values in zip(rows, output.cpu()):
                     columns[name][row] = values[: len(batch["response_ids"][row])].clone()
+        if home != role:
+            self.models[home].enable_adapters()
+        self.models[home].reshard()  # a forward pass alone leaves what is outside the layers whole
         return columns
 
     # -- updates
@@ -327,6 +250,7 @@ class Worker:
                     widest = torch.maximum(widest, per_token.max())
         sums = torch.tensor(list(totals.values()), dtype=torch.float64, device=self.device)
         dist.all_reduce(sums)
+        sums /= self.sequence.size()  # these ranks have counted the same rows
         dist.all_reduce(widest, op=dist.ReduceOp.MAX)
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_grad)
         grad_norm = grad_norm.full_tensor().item()
@@ -370,7 +294,9 @@ class Worker:
     # -- state
 
     def state(self, role):
-        model_state, optimizer_state = get_state_dict(self.models[role], self.optimizers[role])
+        options = StateDictOptions(ignore_frozen_params=True)  # with an adapter, only that
+        model, optimizer = self.models[role], self.optimizers[role]
+        model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
         schedule_state = self.schedules[role].state_dict()
         return {"model": model_state, "optimizer": optimizer_state, "schedule": schedule_state}
 
@@ -385,9 +311,32 @@ class Worker:
         for role in self.optimizers:
             state = self.state(role)
             dcp.load(state, checkpoint_id=f"{path}/{role}")
-            models = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
-            set_state_dict(self.models[role], self.optimizers[role], **models)
+            states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+            options = StateDictOptions(strict=False)
+            set_state_dict(self.models[role], self.optimizers[role], **states, options=options)
             self.schedules[role].load_state_dict(state["schedule"])
+
+    def export(self, path):
+        """Write the actor as an ordinary Hugging Face folder; an adapter is merged, and also in adapter/."""
+        model, trust = self.models["actor"], self.config.model.trust_remote_code
+        weights = {name: weight.cpu() for name, weight in self.full_tensors("actor") if self.rank == 0}
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+        trained = get_model_state_dict(model, options=options)
+        if self.rank == 0:
+            with torch.device("meta"):
+                plain = AutoModelForCausalLM.from_config(model.config, trust_remote_code=trust)
+            plain.save_pretrained(path, state_dict=weights)
+            if self.config.actor.lora_rank:
+                model.save_pretrained(f"{path}/adapter", state_dict=trained)
+
+    def start_profile(self):
+        self.profiler = torch.profiler.profile()
+        self.profiler.start()
+
+    def stop_profile(self, folder):
+        """Write a trace for chrome://tracing or ui.perfetto.dev."""
+        self.profiler.stop()
+        self.profiler.export_chrome_trace(f"{folder}/trace_rank{self.rank}.json.gz")
 
     def memory(self):
         """MiB held by each process of this rank: resident on CPU, reserved by the allocator on a GPU."""

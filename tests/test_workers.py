@@ -5,7 +5,9 @@ import types
 import pytest
 import torch
 import torch.multiprocessing as multiprocessing
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen2ForTokenClassification
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2ForSequenceClassification, Qwen2ForTokenClassification
 
 import algos
 import data
@@ -24,6 +26,8 @@ def model_path(tmp_path_factory):
     Qwen2ForCausalLM(config).save_pretrained(path)
     config.num_labels = 1  # a critic with a head: a new one is zero, and would give the layers below no gradient
     Qwen2ForTokenClassification(config).save_pretrained(path / "critic")
+    config.pad_token_id = 0
+    Qwen2ForSequenceClassification(config).save_pretrained(path / "reward")
     return str(path)
 
 
@@ -55,7 +59,8 @@ def measure(worker, folder, updates):
     """Score the batch, update actor and critic, save and load: the scores, gradients, weights and metrics seen."""
     batch = make_batch()
     norm = algos.normaliser(batch["response_mask"], 6.0)
-    rows = data.split(batch, worker.world)[worker.rank]
+    sp = worker.config.model.sp
+    rows = data.split(batch, worker.world // sp)[worker.rank // sp]
     mine = data.select(batch, rows)
     for role in ("actor", "ref", "critic"):
         mine |= worker.score(mine, role)
@@ -118,12 +123,25 @@ WAYS = {
 }
 
 
+TWO_RANKS = {
+    "two ranks": ["actor.max_tokens_per_device=30"],
+    "two copies (HSDP)": ["actor.max_tokens_per_device=30", "model.fsdp_size=1"],
+    "sequences cut in two (Ulysses)": ["actor.max_tokens_per_device=30", "model.sp=2"],
+    "sequences cut in two, not packed": ["actor.share_prompt=false", "model.sp=2"],
+}
+FOUR_RANKS = {  # each of the two kv heads goes to two ranks
+    "sequences cut in four": ["model.sp=4"],
+    "sequences cut in two, two copies": ["actor.max_tokens_per_device=30", "model.sp=2", "model.fsdp_size=2"],
+}
+
+
 @pytest.fixture(scope="module")
 def results(model_path, tmp_path_factory):
-    configs = [settings(model_path, *overrides) for overrides in (PLAIN, *WAYS.values())]
-    one_rank = run(tmp_path_factory.mktemp("one"), configs)
-    (two_ranks,) = run(tmp_path_factory.mktemp("two"), [settings(model_path, "actor.max_tokens_per_device=30")], world=2)
-    return dict(zip(["plain", *WAYS], one_rank)) | {"two ranks": two_ranks}
+    found = {}
+    for world, ways in ((1, {"plain": PLAIN} | WAYS), (2, TWO_RANKS), (4, FOUR_RANKS)):
+        configs = [settings(model_path, *overrides) for overrides in ways.values()]
+        found |= zip(ways, run(tmp_path_factory.mktemp("ranks"), configs, world))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +165,7 @@ def test_scores_are_those_of_transformers(model_path, plain):
         torch.testing.assert_close(scores["entropy"], entropy, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("way", [*WAYS, "two ranks"])
+@pytest.mark.parametrize("way", [*WAYS, *TWO_RANKS, *FOUR_RANKS])
 def test_an_update_does_not_depend_on_the_cut(results, plain, way):
     other = results[way]
     for row, scores in plain["scores"].items():
@@ -178,9 +196,94 @@ def test_schedule_moves_at_the_first_update(model_path, tmp_path):
     assert abs(actor[4]["actor/ppo_kl"]) > 1e-5
 
 
+def lora_main(rank, world, folder, config):
+    from workers import Worker
+
+    worker = Worker(config, rank, world, rank, world, f"file://{folder}/ranks")
+    worker.build("actor", config.model.path, 10)
+    before = dict(worker.full_tensors("actor"))
+    batch = make_batch()
+    mine = data.select(batch, data.split(batch, world)[rank])
+    mine |= worker.score(mine, "actor")
+    first = mine["old_logprobs"]
+    mine |= worker.score(mine, "ref") | {"rollout_weights": mine["response_mask"], "rollout_logprobs": first}
+    norm = algos.normaliser(batch["response_mask"], 6.0)
+    for _ in range(5):
+        worker.update(mine, "actor", norm)
+    base = {name: parameter.full_tensor().clone() for name, parameter in worker.models["actor"].named_parameters()
+            if ".lora_" not in name}
+    after = dict(worker.full_tensors("actor"))
+    again, now = worker.score(mine, "ref")["ref_logprobs"], worker.score(mine, "actor")["old_logprobs"]
+    worker.export(f"{folder}/export")
+    worker.save(f"{folder}/checkpoint")
+    for name, parameter in worker.models["actor"].named_parameters():
+        if ".lora_" in name:
+            parameter.detach().zero_()
+    worker.load(f"{folder}/checkpoint")
+    restored = dict(worker.full_tensors("actor"))
+    worker.shutdown()
+    torch.save({"before": before, "base": base, "after": after, "restored": restored, "rows": mine, "first": first,
+                "ref again": again, "now": now}, f"{folder}/lora_{rank}")
+
+
+def test_lora_trains_an_adapter_and_nothing_else(model_path, tmp_path):
+    """The base stays to the bit; the reference is the actor without its adapter; what is sent to the engine and
+    exported is the merged weight, and the adapter loads in peft (KNOWN_FAULTS: adapters)."""
+    config = settings(model_path, "actor.lora_rank=4", "actor.lora_alpha=8", "actor.lr=1e-2")
+    multiprocessing.spawn(lora_main, (2, str(tmp_path), config), nprocs=2)
+    base = AutoModelForCausalLM.from_pretrained(model_path)
+    with torch.no_grad():
+        whole = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+        adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_path), tmp_path / "export/adapter")
+        ids = torch.arange(20)[None]
+        torch.testing.assert_close(adapted(ids).logits, whole(ids).logits, atol=1e-5, rtol=0)
+        assert (base(ids).logits - whole(ids).logits).abs().max() > 1e-3
+    for rank in range(2):
+        seen = torch.load(tmp_path / f"lora_{rank}")
+        weights = dict(base.named_parameters())
+        assert seen["before"].keys() == seen["after"].keys() == weights.keys()
+        for name, weight in seen["base"].items():
+            assert torch.equal(weight, weights[name.replace(".base_layer", "")]), name
+        changed = {name for name, weight in seen["after"].items() if not torch.equal(weight, seen["before"][name])}
+        assert len(changed) == 2 * 7  # every linear layer of two blocks
+        exported = dict(whole.named_parameters())
+        for name, weight in seen["after"].items():
+            assert torch.equal(weight, exported[name]) and torch.equal(weight, seen["restored"][name]), name
+        for first, reference, again, now in zip(seen["first"], seen["rows"]["ref_logprobs"], seen["ref again"], seen["now"]):
+            assert torch.equal(first, reference) and torch.equal(reference, again)
+        assert any((now - first).abs().max() > 1e-3 for now, first in zip(seen["now"], seen["first"]))
+
+
+def reward_main(rank, world, folder, config, batch):
+    from workers import Worker
+
+    worker = Worker(config, rank, world, rank, world, f"file://{folder}/ranks")
+    worker.build("reward", config.reward_model.path, 10)
+    part = data.split(batch, world)[rank]
+    torch.save((part, worker.score(data.select(batch, part), "reward")["model_scores"]), f"{folder}/reward_{rank}")
+    worker.shutdown()
+
+
+def test_a_reward_model_reads_the_last_token(model_path, tmp_path):
+    """Scores equal those of transformers' own class for one conversation alone, which ends in what is its padding."""
+    rows = make_batch()
+    rows["response_ids"] = [torch.cat([ids, torch.tensor([0])]) for ids in rows["response_ids"]]  # pad id at the end
+    batch = data.conversations(rows, None, None)
+    config = settings(model_path, f"reward_model.path={model_path}/reward", "reward_model.max_tokens_per_device=40")
+    multiprocessing.spawn(reward_main, (2, str(tmp_path), config, batch), nprocs=2)
+    model = Qwen2ForSequenceClassification.from_pretrained(f"{model_path}/reward").eval()
+    for rank in range(2):
+        part, scores = torch.load(tmp_path / f"reward_{rank}")
+        for row, score in zip(part, scores):
+            with torch.no_grad():
+                hidden = model.model(batch["prompt_ids"][row][None]).last_hidden_state
+                expected = model.score(hidden)[0, -1]
+            torch.testing.assert_close(score, expected, atol=1e-5, rtol=0)
+
+
 def test_chunked_logprobs_equal_plain_ones():
     """Values from KNOWN_FAULTS 23 and 36, and the gradient of chunks against the gradient of the whole."""
-    from workers import chunk_logprobs, token_logprobs
+    from models import chunk_logprobs, token_logprobs
 
     logits, labels = torch.tensor([[2.0, 1.0, 0.0]] * 3), torch.arange(3)
     logprobs, entropy = chunk_logprobs(logits, torch.eye(3), None, labels, 0.5, True)

@@ -1,0 +1,190 @@
+"""What a model is here: its forward pass to log-probs or values, loading, sharding (FSDP2, HSDP), sequence
+parallelism (Ulysses), adapter (LoRA) and optimizer.
+
+workers.py calls `build_model` and `build_optimizer`. A reader of the training step needs `token_logprobs`,
+and, where `model.sp` is above 1, `sequence_shard` and `gather_tokens`.
+"""
+
+import functools
+import math
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from peft import LoraConfig
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import get_cosine_with_min_lr_schedule_with_warmup as cosine_schedule
+
+VALUED = ("critic", "reward")  # roles with a head of one number per token; others have a language-model head
+
+
+# ---- Forward passes ----------------------------------------------------------------------------------------
+
+
+def chunk_logprobs(hidden, weight, bias, labels, temperature, with_entropy):
+    """Log-probs of `labels` [N] and entropy [N] (zeros unless asked for) from hidden states [N, H]; logits
+    live only here."""
+    logits = F.linear(hidden, weight, bias).float() / temperature
+    logsumexp = logits.logsumexp(-1)
+    logprobs = logits.gather(-1, labels[:, None])[:, 0] - logsumexp
+    if not with_entropy:
+        return logprobs, torch.zeros_like(logprobs)
+    return logprobs, logsumexp - (torch.softmax(logits, -1) * logits).sum(-1)
+
+
+def token_logprobs(model, inputs, predictors, labels, temperature, with_entropy):
+    """What replaces the forward of a causal language model: log-probs and entropy [N] of N given tokens.
+
+    Only the positions that predict a token (`predictors` [N], flat in B*T) reach the head, and they do so in
+    chunks whose logits are recomputed in the backward pass: [tokens x vocabulary] never exists at once.
+    """
+    hidden = model.get_decoder()(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[predictors]
+    head = model.get_output_embeddings()
+    size = max(1, 2**24 // head.weight.shape[0])
+    chunks = []
+    for h, y in zip(hidden.split(size), labels.split(size)):
+        args = (h, head.weight, head.bias, y, temperature, with_entropy)
+        chunks.append(checkpoint(chunk_logprobs, *args, use_reentrant=False))
+    return tuple(torch.cat(parts) for parts in zip(*chunks))
+
+
+def token_values(forward, inputs, predictors):
+    """What replaces the forward of a critic: the value [N] at the position that predicts each response
+    token."""
+    return (forward(**inputs, use_cache=False).logits.flatten(0, 1)[predictors, 0].float(),)
+
+
+# ---- Ulysses sequence parallelism (arXiv 2309.14509) -------------------------------------------------------
+# The ranks of an sp group share rows: each holds T/sp columns of them, and in attention H/sp heads instead.
+
+
+def sequence_shard(inputs, predictors, mesh):
+    """This rank's columns of the model's inputs, which of `predictors` [N] are in them (bool [N]), and where
+    those are in the smaller inputs."""
+    ids = inputs["input_ids"]
+    width = ids.shape[1] // mesh.size()
+    row, column = predictors // ids.shape[1], predictors % ids.shape[1]
+    mine = column // width == mesh.get_local_rank()
+    names = ("input_ids", "position_ids")
+    columns = {name: inputs[name].chunk(mesh.size(), 1)[mesh.get_local_rank()] for name in names}
+    return inputs | columns, mine, (row * width + column % width)[mine]
+
+
+def exchange(x, split, join, group):
+    """All-to-all: a rank hands out equal parts of dimension `split` and joins what it gets along `join`."""
+    parts = torch.stack(x.chunk(group.size(), split))
+    ones = [1] * group.size()
+    return torch.cat(all_to_all_single_autograd(parts, ones, ones, group).unbind(), join)
+
+
+def ulysses_attention(group, module, query, key, value, attention_mask, scaling=None, **_):
+    """What transformers calls as attention, from [B, H, T/sp, D] to [B, T/sp, H, D]: causal, or by a mask
+    [B, 1, T, T]."""
+    copies = group.size() // math.gcd(group.size(), key.shape[1])  # kv heads repeat until all ranks get some
+    key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
+    query, key, value = (exchange(x, 1, 2, group) for x in (query, key, value))
+    options = {"is_causal": attention_mask is None, "scale": scaling, "enable_gqa": True}
+    out = F.scaled_dot_product_attention(query, key, value, attention_mask, **options)
+    return exchange(out, 2, 1, group).transpose(1, 2), None
+
+
+def gather_tokens(part, mine, group):
+    """Values [N] from the parts that the ranks of an sp group have. A gradient flows to the own part only, so
+    that summed over ranks it is counted once."""
+    own = torch.zeros(mine.shape, device=part.device).masked_scatter(mine, part)
+    whole = own.detach().clone()
+    dist.all_reduce(whole, group=group)
+    return own + (whole - own.detach())
+
+
+# ---- Building models ---------------------------------------------------------------------------------------
+
+
+def build_model(role, path, settings, config, mesh):
+    """An FSDP2 model on `mesh`, with a head as VALUED says.
+
+    Rank 0 reads the weights, the other ranks build on the meta device and receive their shards from it, so a
+    full copy exists once per job and only while loading. Master weights are float32; `settings.compute_dtype`
+    is the precision of the passes. Dropout of any name is set to 0: a ratio of new to old log-probs must be 1
+    before the first update.
+    """
+    trust = config.model.trust_remote_code
+    model_config = AutoConfig.from_pretrained(path, trust_remote_code=trust, **config.model.overrides)
+    for name in list(vars(model_config)):
+        if name.endswith(("dropout", "pdrop")):
+            setattr(model_config, name, 0.0)
+    auto = AutoModelForCausalLM
+    if role in VALUED:
+        auto, model_config.num_labels = AutoModelForTokenClassification, 1
+    kwargs = {"trust_remote_code": trust, "dtype": torch.float32}
+    kwargs["attn_implementation"] = "ulysses" if config.model.sp > 1 else config.model.attn_implementation
+    if dist.get_rank() == 0:
+        model, loading = auto.from_pretrained(path, config=model_config, output_loading_info=True, **kwargs)
+        allowed = {"critic": ("weight", "bias"), "reward": ("bias",)}.get(role, ())  # of a head
+        for name in loading["missing_keys"]:
+            if not name.endswith(allowed) or name.startswith(model.base_model_prefix):
+                raise ValueError(f"{path}: the checkpoint has no {name}")
+            torch.nn.init.zeros_(model.get_parameter(name))  # a critic's new head: the first values are 0
+    else:
+        with torch.device("meta"):
+            model = auto.from_config(model_config, **kwargs)
+    if config.model.liger:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        _apply_liger_kernel_to_instance(model=model)
+    if getattr(settings, "lora_rank", 0):
+        torch.manual_seed(config.seed)  # B is 0 and A is drawn: the first policy is the base model
+        size = {"r": settings.lora_rank, "lora_alpha": settings.lora_alpha}
+        model.add_adapter(LoraConfig(**size, target_modules=settings.lora_targets))
+    if getattr(settings, "gradient_checkpointing", False):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0  # some heads have one that no config names
+    model.train()
+    if role in VALUED:
+        model.forward = functools.partial(token_values, model.forward)
+    else:
+        model.forward = functools.partial(token_logprobs, model)
+    return shard_model(model, getattr(torch, settings.compute_dtype), mesh)
+
+
+def shard_model(model, compute_dtype, mesh):
+    """Shard every layer, then the rest, over `mesh`, and fill all ranks with rank 0's weights and buffers.
+
+    Gradients are summed over ranks, not averaged: losses are already divided by the whole mini-batch's
+    counts.
+    """
+    weights = model.state_dict() if dist.get_rank() == 0 else {}
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    layers = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
+    for module in [*layers, model]:
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction with a factor
+    if dist.get_rank() == 0:
+        model.to(mesh.device_type)
+    else:
+        model.to_empty(device=mesh.device_type)
+    model.tie_weights()  # to_empty gives tied weights a tensor each
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    set_model_state_dict(model, weights, options=options)
+    for buffer in model.buffers():
+        dist.broadcast(buffer, 0)
+    return model
+
+
+def build_optimizer(model, settings, updates):
+    """AdamW and its schedule over `updates` optimizer updates. The schedule starts at 1, so that with a
+    warm-up of w the first update uses lr/w and not 0, and the last one the floor."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [{"params": trained, "initial_lr": settings.lr}]
+    options = {"betas": tuple(settings.betas), "weight_decay": settings.weight_decay, "fused": True}
+    optimizer = torch.optim.AdamW(groups, lr=settings.lr, **options)
+    warmup = int(settings.warmup * updates) if 0 < settings.warmup < 1 else int(settings.warmup)
+    floor = 1.0 if settings.schedule == "constant" else settings.min_lr_ratio  # a cosine from 1 to 1 is flat
+    return optimizer, cosine_schedule(optimizer, warmup, updates, last_epoch=0, min_lr_rate=floor)
