@@ -192,11 +192,13 @@ PATHS = ("model.path", "model.tokenizer", "critic.path", "ref.path", "reward_mod
          "reward_model.tokenizer")
 RANGES = [  # patterns of keys, what holds for their values, and that in words
     ("*.lr *.weight_decay *kl_coef", lambda x: 0 <= x < inf, "must be at least 0 and finite"),
-    ("*.clip_ratio_* *.cliprange_value validation.temperature", lambda x: x >= 0, "must be at least 0"),
+    ("*.clip_ratio_* *.cliprange_value", lambda x: x >= 0, "must be at least 0"),
+    ("validation.temperature", lambda x: 0 <= x < inf, "must be at least 0 and finite"),
     ("*.gamma *.lam *.min_lr_ratio *.min_p *_cov_ratio", lambda x: 0 <= x <= 1, "must be from 0 to 1"),
     ("*.top_p *.mem_fraction", lambda x: 0 < x <= 1, "must be above 0 and at most 1"),
-    ("*.clip_grad *.kl_target *.correction_cap *.tau_* *.timeout rollout.temperature",
-     lambda x: x is None or x > 0, "must be above 0"),
+    ("*.clip_grad *.kl_target *.correction_cap *.tau_*", lambda x: x is None or x > 0, "must be above 0"),
+    ("*.timeout rollout.temperature", lambda x: 0 < x < inf, "must be above 0 and finite"),
+    ("seed", lambda x: x < 2**63, "must be below 2**63"),
     ("*.top_k", lambda x: x != 0, "must be at least 1, or -1 for off"),
     ("*.warmup", lambda x: 0 <= x < 1 or x >= 1 and x % 1 == 0, "must be a share below 1 or a whole number"),
     ("trainer.profile_steps", lambda x: x is None or len(x) == 2 and 0 < x[0] <= x[1],
@@ -299,6 +301,8 @@ def check(config):
 
     responses = config.data.batch_size * rollout.n
     longest = config.data.max_prompt_length + rollout.max_response_length
+    require((rollout.kv_tokens or longest) >= longest, "rollout.kv_tokens",
+            f"must be at least data.max_prompt_length + rollout.max_response_length = {longest}")
     for role in sorted(needed & {"actor", "critic"}):
         size, tokens = f"{role}.mini_batch_size", f"{role}.max_tokens_per_device"
         require(responses % now[size] == 0, size, f"must divide data.batch_size * rollout.n = {responses}")
@@ -337,10 +341,15 @@ def one_line_errors():
         sys.exit(2)
 
 
+def end(number, _):
+    print(f"ended by {signal.Signals(number).name}", file=sys.stderr)
+    sys.exit(128 + number)
+
+
 def end_on_signals():
     """Ctrl-C and SIGTERM end the process through its `finally` clauses, also where a shell ignores them."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+        signal.signal(number, end)
 
 
 def sweep(program, files, overrides, grid):

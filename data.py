@@ -15,7 +15,6 @@ import json
 import math
 import multiprocessing
 import random
-import re
 import runpy
 import signal
 import sys
@@ -31,9 +30,11 @@ import yaml
 # ---- rows ----
 
 @functools.cache
-def load_function(spec, key):
-    """The function that `path/to/file.py:name` names. `key` is the option that says so, for the error."""
+def load_function(spec, key, default_file=""):
+    """The function that `path/to/file.py:name` names, or `name` alone in the default file. `key` is the
+    option that says so, for the error."""
     path, _, name = spec.rpartition(":")
+    path = path or default_file
     functions = runpy.run_path(path) if Path(path).is_file() else {}
     if name not in functions:
         raise ValueError(f"{key}={spec}: there is no file {path!r} or no function {name!r} in it")
@@ -69,7 +70,7 @@ def load_rows(spec, options, key="data.train"):
             entries = reasoning_gym.create_dataset(source, **arguments)
         elif name.endswith(".jsonl"):
             entries = map(json.loads, open(name, encoding="utf-8"))
-        elif entries is None:
+        elif ".py:" not in name:
             import datasets
             place = {"path": "parquet", "data_files": name} if name.endswith(".parquet") else {"path": name}
             entries = datasets.load_dataset(**{"split": "train", **place, **arguments})
@@ -77,7 +78,7 @@ def load_rows(spec, options, key="data.train"):
             if not isinstance(entry.get(prompt_key), (str, list)) or options.answer_key not in entry:
                 raise ValueError(f"row {number} has {', '.join(entry)}; see data.prompt_key, data.answer_key")
             yield {"prompt": entry[prompt_key], "answer": entry[options.answer_key],
-                   "source": entry.get(options.source_key, source), "entry": entry}
+                   "source": str(entry.get(options.source_key) or source), "entry": entry}
     except Exception as error:  # of many libraries; `doc` is the line that is not JSON
         text = f"{type(error).__name__}: {error} {getattr(error, 'doc', '')[:60]}"
         raise ValueError(f"{key}={spec}: {' '.join(text.split())}") from error
@@ -110,8 +111,13 @@ class Prompts:
         self.name, self.seed, self.batch_size, self.cursor = f"{key}={spec}", seed, batch_size, 0
         self.shuffle, limit, mode = options.shuffle, options.max_prompt_length, options.overlong
         rows = list(load_rows(spec, options, key))
-        for row in rows:
-            row["prompt"], row["prompt_ids"] = encode(tokenizer, row["prompt"], options.system)
+        for number, row in enumerate(rows):
+            try:
+                row["prompt"], row["prompt_ids"] = encode(tokenizer, row["prompt"], options.system)
+            except Exception as error:  # of templates that refuse messages, each in its own way
+                raise ValueError(f"{self.name}: row {number} is no prompt here: {error}") from error
+            if not row["prompt_ids"]:
+                raise ValueError(f"{self.name}: row {number}, {row['prompt']!r}, has no tokens")
         long = [number for number, row in enumerate(rows) if len(row["prompt_ids"]) > limit]
         if long and mode == "error":
             raise ValueError(f"{self.name}: row {long[0]} is over data.max_prompt_length={limit} tokens")
@@ -123,7 +129,8 @@ class Prompts:
         if len(kept) < batch_size:
             raise ValueError(f"{self.name}: {len(kept)} usable rows for data.batch_size={batch_size}")
         order = seed, batch_size, self.shuffle, [(row["prompt_ids"].tolist(), row["answer"]) for row in kept]
-        self.fingerprint = hashlib.sha256(repr(order).encode()).hexdigest()
+        text = json.dumps(order, default=lambda answer: type(answer).__name__)  # not repr: a set has no order
+        self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
         self.rows = {name: [row[name] for row in kept] for name in kept[0]}
         self.steps_per_epoch = len(kept) // batch_size  # what is left over waits for the next epoch's order
 
@@ -254,52 +261,14 @@ def micro_batches(batch, budget, share_prompt=True, unit_tokens=1024):
     return _chunks(units, lambda units: len(units) * _tokens(batch, units[0]) <= budget)
 
 
-# ---- reward functions: fn(response: str, answer, row: dict) -> float, None, or a dict with "score" ----
+# ---- rewards ----
 
-def exact(response, answer, row):
-    """1 if the response is the answer, but for white space around it."""
-    return float(response.strip() == str(answer).strip())
-
-
-def last_number(text):
-    """The first number after the last `####`, or else the last one; NaN without any. 1,234 is one number."""
-    _, mark, rest = text.rpartition("####")
-    numbers = re.findall(r"((?:(?<!\w)-)?)\$?(\d{1,3}(?:,\d{3})+(?!\d)|\d+)(\.\d+)?", rest)
-    return float("".join(numbers[0 if mark else -1]).replace(",", "")) if numbers else math.nan
-
-
-def number(response, answer, row):
-    """1 if the last number of the response is the answer's."""
-    return float(math.isclose(last_number(response), last_number(str(answer))))
-
-
-def math_equal(response, answer, row):
-    """1 if math-verify finds the two equal. Its own timeouts need the main thread; ours is enough."""
-    from math_verify import grader, parse, parser, verify
-    grader.logger.disabled = parser.logger.disabled = True  # they warn that there are no timeouts
-    truth = parse(f"${answer}$", parsing_timeout=None) or parse(str(answer), parsing_timeout=None)
-    return float(verify(truth, parse(response, parsing_timeout=None), timeout_seconds=None))
-
-
-def gym_score(response, answer, row):
-    """reasoning-gym's own score of <answer>...</answer>, or of the whole response where there is no tag."""
-    import reasoning_gym
-    found = reasoning_gym.utils.extract_answer(response) or response.strip()
-    return reasoning_gym.get_score_answer_fn(row["metadata"]["source_dataset"])(found, row)
-
-
-def none(response, answer, row):
-    """Nothing: the reward model alone gives the score."""
-    return 0.0
-
-
-REWARDS = {"none": none, "exact": exact, "number": number, "math": math_equal, "reasoning_gym": gym_score}
 PACKAGES = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}
 
 
 def reward_function(spec):
-    """A function of REWARDS, or the one that `path/to/file.py:function` names."""
-    return REWARDS.get(spec) or load_function(spec, "reward.function")
+    """What `path/to/file.py:function` names, or a function's name alone in recipes/rewards.py."""
+    return load_function(spec, "reward.function", str(Path(__file__).parent / "recipes/rewards.py"))
 
 
 def check(data, reward):
@@ -310,8 +279,6 @@ def check(data, reward):
     reward_function(reward.function)
 
 
-# ---- rewards ----
-
 def _call(spec, response, answer, row):
     """One score as a dict of floats. Any error leaves as a RuntimeError: others need not survive pickling."""
     try:
@@ -319,6 +286,8 @@ def _call(spec, response, answer, row):
         result = asyncio.run(result) if asyncio.iscoroutine(result) else result
         result = result if isinstance(result, dict) else {"score": result}
         result["score"] = math.nan if result["score"] is None else float(result["score"])
+        if math.isinf(result["score"]):
+            raise ValueError("an infinite score would make the loss NaN")
         return {name: float(value) for name, value in result.items() if isinstance(value, (int, float))}
     except BaseException:
         raise RuntimeError(traceback.format_exc()) from None
@@ -351,8 +320,9 @@ class Rewards:
     def __call__(self, batch, training=True):
         """Scores every response: returns (batch with new columns, metrics), raises RuntimeError if all fail.
 
-        New columns: response (text), scores (float; NaN where the function gave None or NaN), reward/<key>
-        for its other numbers, token_level_scores (1-D: the score on the last token the model wrote, else 0).
+        New columns: response (text), scores (float; NaN where the function gave None or NaN),
+        token_level_scores (1-D: the score on the last token the model wrote, else 0). The function's other
+        numbers become metrics reward/<key>.
         The batch's model_scores (floats), if it has them, are added to the scores. In training, scores
         include the penalty for nearing max_response_length (DAPO, arXiv 2503.14476, eq. 13), and with
         mask_truncated a cut response has a response_mask of 0.
@@ -384,8 +354,8 @@ class Rewards:
         batch["token_level_scores"] = [torch.zeros(len(mask)).index_fill(0, mask.nonzero()[-1:, 0], score)
                                        for mask, score in zip(masks, batch["scores"])]
         for name in sorted({name for result in results for name in result} - {"score"}):
-            batch[f"reward/{name}"] = [result.get(name, math.nan) for result in results]
-            metrics[f"reward/{name}"] = torch.tensor(batch[f"reward/{name}"]).nanmean()
+            mean = torch.tensor([result.get(name, math.nan) for result in results]).nanmean()
+            metrics.setdefault(f"reward/{name}", mean)  # ours have the right to their names
         if training and options.mask_truncated:
             batch["response_mask"] = [m * (end != "length") for m, end in zip(masks, batch["finish_reason"])]
         return batch, {name: float(value) for name, value in metrics.items()}

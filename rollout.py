@@ -11,18 +11,16 @@ Text, rewards and the split of a batch over ranks are not known here.
 
 import asyncio
 import atexit
-import ctypes
 import multiprocessing
 import os
-import signal
-import warnings
 from concurrent.futures import ThreadPoolExecutor, wait
-from unittest import mock
 
 import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
+
+from engine import engine_arguments, start_engine
 
 MIB = 2**20
 ALIGNMENT = 16  # bytes; a tensor of any type may start at a multiple of it
@@ -263,80 +261,3 @@ def shared_memory(size):
 def sampling_seed(seed, step, uid, sample):
     """The seed of one response: 63 bits, hashed from what it depends on, all non-negative integers."""
     return int(np.random.SeedSequence([seed, step, uid, sample]).generate_state(1, np.uint64)[0]) >> 1
-
-
-def engine_arguments(config, model_path, device):
-    """SGLang's arguments for this run; `rollout.engine_args` has the last word."""
-    rollout, longest = config.rollout, config.data.max_prompt_length + config.rollout.max_response_length
-    arguments = {
-        "model_path": model_path,
-        "trust_remote_code": config.model.trust_remote_code,
-        "device": device,
-        "dtype": rollout.dtype,
-        "tp_size": rollout.tp,
-        "load_format": "dummy",  # a sync always comes first, so weights from disk would be read for nothing
-        "context_length": longest + 8,  # SGLang keeps some for itself and would cut the longest responses
-        "random_seed": config.seed,
-        "skip_tokenizer_init": True,
-        "sleep_on_idle": True,  # or an idle scheduler holds a core of the trainer
-    }
-    if device == "cpu":
-        import sglang_cpu
-
-        arguments |= sglang_cpu.ENGINE_ARGS
-    else:
-        arguments["base_gpu_id"] = torch.cuda.current_device()
-        arguments["mem_fraction_static"] = rollout.mem_fraction
-        arguments["enable_memory_saver"] = rollout.release
-    if rollout.kv_tokens is not None:
-        arguments["max_total_tokens"] = rollout.kv_tokens
-    return arguments | rollout.engine_args
-
-
-def start_engine(arguments):
-    """SGLang's Engine, with schedulers that end with this process. Blocks until it is ready, 25 to 35 s."""
-    with warnings.catch_warnings(action="ignore"):  # about kernels that this device does not have
-        from sglang.srt.entrypoints.engine import Engine
-
-    class IdsEngine(Engine):
-        run_scheduler_process_func = staticmethod(run_scheduler)
-
-        @staticmethod
-        def _launch_detokenizer_subprocesses(**_):
-            return [], []  # there is no text, so it would only hold memory
-
-    variables = {
-        "PYTHONWARNINGS": "ignore",
-        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for the few positions that are SGLang's own
-        "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",
-    }
-    if arguments["device"] == "cpu":
-        import sglang_cpu
-
-        variables |= sglang_cpu.environment(arguments["tp_size"])
-    with mock.patch.dict(os.environ, variables):  # the schedulers inherit them, we do not keep them
-        engine = IdsEngine(**arguments)
-    engine.tokenizer_manager._subprocess_watchdog.stop()  # it would kill this process; `_call` watches
-    return engine
-
-
-def run_scheduler(server_args, port_args, *args, **kwargs):
-    """A scheduler process: SGLang's own, tied to the life of the trainer and to the loopback interface."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which ends us
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: when the parent dies, so do we
-    if os.getppid() != multiprocessing.parent_process().pid:  # it died before we asked
-        os._exit(1)
-    # SGLang tells the trainer of an error by SIGQUIT, which kills it. Our death says as much, see `_call`.
-    psutil.Process.send_signal = lambda process, signum: os._exit(1)
-    if server_args.nnodes == 1:
-        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-        # torch's TCPStore listens on all interfaces. A file does not, and needs no free port.
-        store = port_args.rpc_ipc_name.replace("ipc://", "file://") + "-store"
-        os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = store
-    if server_args.device == "cpu":
-        import sglang_cpu
-
-        sglang_cpu.patch()
-    from sglang.srt.managers.scheduler import run_scheduler_process
-
-    run_scheduler_process(server_args, port_args, *args, **kwargs)

@@ -9,6 +9,7 @@ update, streaming of data, other backends.
 """
 
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -158,6 +159,7 @@ class Trainer:
         self.best = -math.inf  # mean validation score over sources
         self.rewards = self.board = None
         self.pools, self.groups = [], {}
+        self.open_directory()
 
     def start(self):
         """Start all processes. The engine comes last, when the memory that is left is known."""
@@ -175,15 +177,25 @@ class Trainer:
                 self.groups["ref"] = self.groups["actor"]
             elif role in self.groups:
                 self.groups[role].call("build", role, self.paths[role], self.total)
-        self.directory = self.once(self.open_directory)
+        self.directory = self.once(lambda: self.directory)  # where its name is the time, ranks may differ
         if config.trainer.tensorboard and self.main:
             self.board = tensorboard.SummaryWriter(self.directory)
 
     def open_directory(self):
-        directory = configuration.run_directory(self.config)
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.yaml").write_text(configuration.dump(self.config))
-        return directory
+        """Take the run's directory, and the position in its newest whole checkpoint, if there is one."""
+        self.directory = configuration.run_directory(self.config)
+        found = checkpoints(self.directory)
+        self.resumed = found[-1] if found else None
+        if self.resumed:
+            state = json.loads((self.resumed / "trainer.json").read_text())
+            self.step, self.kl_coef, self.best = state["step"], state["kl_coef"], state["best"]
+            self.prompts.load_state_dict(state["prompts"])
+        if self.main:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self.lock = open(self.directory / "lock", "w")
+            with contextlib.suppress(BlockingIOError):
+                return fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            raise ValueError(f"trainer.dir={self.directory} is in use by another run")
 
     def close(self):
         """End the workers and their engines; what is left of Ray and the engines ends with this process."""
@@ -424,18 +436,19 @@ class Trainer:
             shutil.rmtree(old)
 
     def resume(self):
-        """Continue from the newest whole checkpoint, if any, and cut the records back to its step."""
-        found = checkpoints(self.directory)
-        if found:
-            state = json.loads((found[-1] / "trainer.json").read_text())
-            self.step, self.kl_coef, self.best = state["step"], state["kl_coef"], state["best"]
-            self.prompts.load_state_dict(state["prompts"])
-            for group in self.pools:
-                group.call("load", str(found[-1]))
-            tqdm.write(f"resumed from {found[-1]}")
+        """Load the models from the newest whole checkpoint, if any, and cut the records back to its step."""
+        for group in self.pools if self.resumed else ():
+            group.call("load", str(self.resumed))
+        fingerprints = [source and source.fingerprint for source in (self.prompts, self.val_prompts)]
+        if self.once(lambda: fingerprints) != fingerprints:
+            raise RuntimeError("data.train or data.val is not the same on all ranks: is its function random?")
         self.once(self.trim_records)
 
     def trim_records(self):
+        """Keep what the checkpoint knows; what came later will come again."""
+        (self.directory / "config.yaml").write_text(configuration.dump(self.config))
+        if self.resumed:
+            tqdm.write(f"resumed from {self.resumed}")
         for name in ("metrics.jsonl", "samples.jsonl"):
             path = self.directory / name
             if path.exists():
@@ -478,6 +491,7 @@ def run(config):
         if launch == "ray":
             address = config.ray.address or "local"  # with None Ray would join what runs on this machine
             ray.init(address, num_cpus=config.ray.num_cpus, include_dashboard=False, logging_level="ERROR")
+            configuration.end_on_signals()  # ray.init has put its own handler in place
         trainer.start()
         trainer.fit()
         if trainer.main:

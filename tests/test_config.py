@@ -215,9 +215,14 @@ REFUSED = [  # the line has this, words
     ("must place actor, rollout", "pools.main.roles=[actor, rollout, critc]"), ("pools={} must",
      "~pools.main"),
     ("must place actor, critic, rollout once each", GAE, POOL),
-    ("rollout.tp=2 must divide the 3 devices of its pool", "rollout.tp=2", "pools.main.devices_per_node=3"),
-    ("actor.mini_batch_size=1 must be at least the 2 devices of its pool", "actor.mini_batch_size=1",
+    *((f"{key}=2 must divide the 3 devices of the pool with role", f"{key}=2", "pools.main.devices_per_node=3")
+      for key in ("rollout.tp", "model.sp", "model.fsdp_size")),
+    ("model.sp=2 must divide the 1 devices of the pool with role critic", "model.sp=2", GAE, ROLES, POOL,
      "pools.main.devices_per_node=2"),
+    ("actor.mini_batch_size=1 must be at least the 2 shares of its pool's devices", "actor.mini_batch_size=1",
+     "pools.main.devices_per_node=2"),
+    ("must place actor, reward, rollout once each", ROLES, "reward_model.path=org/name"),
+    *(("trainer.profile_steps", f"trainer.profile_steps={value}") for value in ("[2,1]", "[0,1]", "[1]", "3")),
     ("launch='local' needs one pool of one device", "launch=local", "pools.main.devices_per_node=2"),
     *(("actor.old_logprobs='skip' needs actor.epochs=1, one mini-batch", "actor.old_logprobs=skip", word)
       for word in ("actor.mini_batch_size=32", "actor.epochs=2", "rollout.correction=token", KL)),
@@ -237,7 +242,8 @@ def test_refused(message, words, refusal, monkeypatch):
     [], [GAE, "critic.lr=1e-3", "critic.mini_batch_size=8", *ONE], ["algorithm.advantage=remax", *ONE],
     [ROLES],
     ["ref.compute_dtype=bfloat16", "actor.kl_coef=0.1"], ["launch=local"], ["+trainer.mine=1"],
-    ["pools.main.devices_per_node=4", "rollout.tp=2"], [ROLES, POOL, GAE], ["actor.old_logprobs=skip"],
+    ["pools.main.devices_per_node=4", "rollout.tp=2", "model.sp=4", "model.fsdp_size=2"],
+    ["actor.mini_batch_size=1", "pools.main.devices_per_node=2", "model.sp=2"], ["trainer.profile_steps=[1, 2]"], [ROLES, POOL, GAE], ["actor.old_logprobs=skip"],
     ["model.path=recipes/toy.py:build", "actor.warmup=10", "critic.warmup=0.0", "actor.clip_grad=inf",
      "actor.lr=0"],
 ])
@@ -257,6 +263,9 @@ IDLE = [  # a word, what makes it have no effect, what makes it have one, the re
     ("rollout.correction_cap=3.0", [], ["rollout.correction=token"], "rollout.correction is off"),
     ("reward.overlong_penalty=0.5", [], ["reward.overlong_buffer=9"], "reward.overlong_buffer is 0"),
     ("validation.n=2", [], ["data.val=reasoning_gym:chain_sum"], "data.val is null"),
+    ("reward_model.weight=2", [], ["reward_model.path=org/name"], "reward_model.path is null"),
+    ("actor.lora_alpha=8", [], ["actor.lora_rank=8"], "actor.lora_rank is 0"),
+    ("model.attn_implementation=eager", ["model.sp=2", "pools.main.devices_per_node=2"], [], "model.sp is above 1"),
     ("ray.num_cpus=2", ["ray.address=auto"], [], "ray.address is given"),
     *((f"{section}.{option}", [f"{chooser}={idle}"], [f"{chooser}={used}"], f"{chooser} is {idle}")
       for section, chooser, option, used, idle in (
