@@ -7,15 +7,30 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import socket
 import warnings
 from unittest import mock
 
 import psutil
-import torch
+import ray
 
 
-def engine_arguments(config, model_path, device):
-    """SGLang's arguments for this run; `rollout.engine_args` has the last word."""
+def free_address():
+    """address:port of a free port of this machine."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+
+
+def device_name(index, visible):
+    """The machine's name for this process's GPU `index`, given its CUDA_VISIBLE_DEVICES, or None. Ray lets
+    every worker see one GPU only, as its number 0, but an engine may span the GPUs of several workers."""
+    return visible.split(",")[index] if visible else str(index)
+
+
+def engine_arguments(config, model_path, device, hosts=("",), node=0):
+    """SGLang's arguments for this run; `rollout.engine_args` has the last word. `hosts`: an address:port on
+    each of the engine's machines, of which this one is number `node`."""
     rollout, longest = config.rollout, config.data.max_prompt_length + config.rollout.max_response_length
     arguments = {
         "model_path": model_path,
@@ -34,16 +49,17 @@ def engine_arguments(config, model_path, device):
 
         arguments |= sglang_cpu.ENGINE_ARGS
     else:
-        arguments["base_gpu_id"] = torch.cuda.current_device()
-        arguments["mem_fraction_static"] = rollout.mem_fraction
-        arguments["enable_memory_saver"] = rollout.release
+        arguments |= {"mem_fraction_static": rollout.mem_fraction, "enable_memory_saver": rollout.release}
+    if len(hosts) > 1:
+        arguments |= {"nnodes": len(hosts), "node_rank": node, "dist_init_addr": hosts[0]}
     if rollout.kv_tokens is not None:
         arguments["max_total_tokens"] = rollout.kv_tokens
     return arguments | rollout.engine_args
 
 
-def start_engine(arguments):
-    """SGLang's Engine, with schedulers that end with this process. Blocks until it is ready, 25 to 35 s."""
+def start_engine(arguments, devices):
+    """SGLang's Engine on `devices` of this machine, named as in CUDA_VISIBLE_DEVICES. Its schedulers end with
+    this process. Blocks until it is ready, 25 to 35 s."""
     with warnings.catch_warnings(action="ignore"):  # about kernels that this device does not have
         from sglang.srt.entrypoints.engine import Engine
 
@@ -58,14 +74,18 @@ def start_engine(arguments):
         "PYTHONWARNINGS": "ignore",
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for the few positions that are SGLang's own
         "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",
+        "SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0",  # an engine's other nodes serve without blocking us
     }
     if arguments["device"] == "cpu":
         import sglang_cpu
 
         variables |= sglang_cpu.environment(arguments["tp_size"])
+    else:
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     with mock.patch.dict(os.environ, variables):  # the schedulers inherit them, we do not keep them
         engine = IdsEngine(**arguments)
-    engine.tokenizer_manager._subprocess_watchdog.stop()  # it would kill this process; `_call` watches
+    if engine.tokenizer_manager:  # its first node
+        engine.tokenizer_manager._subprocess_watchdog.stop()  # it would kill this process; `_call` watches
     return engine
 
 

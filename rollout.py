@@ -20,7 +20,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from engine import engine_arguments, start_engine
+from engine import device_name, engine_arguments, free_address, start_engine
 
 MIB = 2**20
 ALIGNMENT = 16  # bytes; a tensor of any type may start at a multiple of it
@@ -44,18 +44,31 @@ class Rollout:
         self._bucket_bytes = rollout.bucket_mb * MIB
         end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         self._limits = {"max_new_tokens": rollout.max_response_length, "stop_token_ids": end}
-        self._tp, self._tp_group = rollout.tp, mesh.get_group("tp")
+        self._tp, self._tp_group, rank = rollout.tp, mesh.get_group("tp"), mesh.get_local_rank("tp")
         self._engine, self._processes = None, []
-        self._state, self.leads = "on another rank", mesh.get_local_rank("tp") == 0
-        if not self.leads:
+        self._state, self.leads = "on another rank", rank == 0
+        own = torch.cuda.current_device() if device == "cuda" else 0
+        place = free_address(), device_name(own, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        places = [None] * self._tp
+        dist.all_gather_object(places, place, group=self._tp_group)
+        hosts = [address.partition(":")[0] for address, _ in places]
+        here = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+        if rank != here[0]:  # the first rank on a machine starts the engine's part there
             return
+        firsts = [hosts.index(host) for host in dict.fromkeys(hosts)]
+        nodes = [places[first][0] for first in firsts], firsts.index(rank)
+        arguments = engine_arguments(config, model_path, device, *nodes)
         # SGLang takes over the signals and the event loop of the main thread. In a thread of its own it
         # leaves them alone, and a Ray actor or a torchrun rank keeps its handlers.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
-        self._engine = self._call(start_engine, engine_arguments(config, model_path, device))
-        atexit.register(self.shutdown)
+        engine = self._call(start_engine, arguments, [places[other][1] for other in here])
         children = {child.pid: child for child in multiprocessing.active_children()}
-        self._processes = [children[pid] for pid in self._engine.get_all_child_pids()]
+        self._processes = [children[pid] for pid in engine.get_all_child_pids()]
+        if not self.leads:
+            self._part = engine  # it obeys the engine's first node
+            return
+        self._engine = engine
+        atexit.register(self.shutdown)
         self.release()
 
     def generate(self, batch, *, step, sampling):

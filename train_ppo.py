@@ -14,7 +14,6 @@ import json
 import math
 import os
 import shutil
-import socket
 import sys
 import tempfile
 import time
@@ -101,7 +100,7 @@ class RayGroup(WorkerGroup):
         init_method = f"file://{tempfile.mkdtemp()}/ranks"
         if nodes > 1:
             first_node = ray.remote(free_address).options(num_cpus=0, scheduling_strategy=places[0])
-            init_method = ray.get(first_node.remote())
+            init_method = f"tcp://{ray.get(first_node.remote())}"
         self.actors = []
         for rank in range(self.world):
             place, gpus = places[rank // devices], kinds.count("GPU")
@@ -118,13 +117,6 @@ class RayGroup(WorkerGroup):
 
     def close(self):
         ray.wait([actor.shutdown.remote() for actor in self.actors], num_returns=self.world, timeout=10)
-
-
-def free_address():
-    """tcp://host:port of a free port on the node where this runs."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
 
 # ---- The trainer -------------------------------------------------------------------------------------------
@@ -469,7 +461,7 @@ def checkpoints(directory):
 def run(config):
     """Train as `config` (already checked) says. Whatever ends it, no process of the run stays behind."""
     # Seconds of imports, which a run with a wrong config is spared.
-    global PlacementGroup, Worker, algos, data, ray, tensorboard, torch
+    global PlacementGroup, Worker, algos, data, free_address, ray, tensorboard, torch
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # libraries' words about kernels that are not here
     if config.ray.address is None:
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # a private Ray then listens on loopback only
@@ -481,6 +473,7 @@ def run(config):
     import algos
     import data
     import report
+    from engine import free_address
     from workers import Worker
 
     configuration.end_on_signals()

@@ -19,10 +19,12 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from config import check_engine_args
+from engine import device_name
 from rollout import MIB, Rollout, buckets, sampling_seed
 
 VOCAB, EOS, OTHER_EOS = 64, 1, 2
@@ -45,15 +47,15 @@ def save_model(path):
     return model.eval()
 
 
-def start(path, **changes):
-    """A Rollout on a world of one rank."""
+def start(path, ranks=(1, 1), **changes):
+    """This rank's Rollout; by itself it is a world of one rank."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     settings = dict(
         max_response_length=RESPONSE, tp=1, dtype="float32", kv_tokens=KV_TOKENS, mem_fraction=0.5,
         bucket_mb=16, release=True, engine_args={},
     )
-    mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    mesh = dist.init_device_mesh("cpu", ranks, mesh_dim_names=("dp", "tp"))
     config = SimpleNamespace(
         seed=1, rollout=SimpleNamespace(**settings | changes), model=SimpleNamespace(trust_remote_code=False),
         data=SimpleNamespace(max_prompt_length=2048 - RESPONSE),
@@ -337,6 +339,44 @@ def test_no_process_outlives_a_killed_trainer(path, model):
     trainer.wait()
     _, alive = psutil.wait_procs(children, timeout=10)
     assert not alive
+
+
+def parallel_main(rank, folder, machines):
+    """One rank of an engine with tp=2: syncs and answers twice."""
+    import rollout
+
+    if machines > 1:  # loopback has many addresses: each rank believes to be on a machine of its own
+        rollout.free_address = lambda: f"127.0.0.{rank + 1}:{29555 + rank}"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=2)
+    model = Qwen2ForCausalLM.from_pretrained(folder)
+    engine = start(folder, (1, 2), tp=2)
+    answers = []
+    for _ in range(2):
+        sync(engine, model)
+        if engine.leads:
+            answers.append(tokens(engine.generate(batch_of(2, 3), step=0, sampling=GREEDY)))
+        engine.release()
+    torch.save(answers, f"{folder}/answers_{rank}")
+    dist.barrier()  # the engine's first node has answered
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("machines", [1, 2])
+def test_tensor_parallel(machines, tmp_path, engine, model):
+    """tp=2 answers what tp=1 answers, before and after a sync, also where its ranks are on two machines."""
+    sync(engine, model)
+    expected = tokens(engine.generate(batch_of(2, 3), step=0, sampling=GREEDY))
+    engine.release()
+    save_model(tmp_path)
+    multiprocessing.spawn(parallel_main, (str(tmp_path), machines), nprocs=2)
+    assert torch.load(tmp_path / "answers_0") == [expected, expected]
+    assert torch.load(tmp_path / "answers_1") == []
+
+
+def test_device_names():
+    """KNOWN_FAULTS 41: the index is of what this process sees, the name is the machine's."""
+    names = [device_name(*case) for case in ((2, "4,5,6,7"), (0, "6"), (3, None), (0, "MIG-1a2b"), (1, ""))]
+    assert names == ["6", "6", "3", "MIG-1a2b", "1"]
 
 
 def test_wrong_weight_is_an_error(path, model):
