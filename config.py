@@ -298,6 +298,9 @@ def check(config):
         for role in sorted(needed & roles):
             right = f"must divide the {devices[role]} devices of the pool with role {role}"
             require(devices[role] % (now[key] or 1) == 0, key, right)
+    tp, local = rollout.tp, homes["actor"]["devices_per_node"]
+    require(tp % local == 0 or local % tp == 0, "rollout.tp",
+            f"must divide the {local} devices of a node or be a multiple of them")
 
     responses = config.data.batch_size * rollout.n
     longest = config.data.max_prompt_length + rollout.max_response_length
@@ -407,9 +410,10 @@ def run_directory(config):
 
 
 def from_command_line(program, words=None):
-    """The checked config that the command line asks for. Exits with 2 if it is wrong, and after --sweep.
+    """The checked config that the command line asks for. Exits if it is wrong (2), after a dry run or sweep.
 
-    Usage: python train_ppo.py [--config FILE]... [--print-config] [OVERRIDE]... [--sweep KEY=V1,V2...]
+    Usage: python train_ppo.py [--config FILE]... [--print-config | --dry-run] [OVERRIDE]...
+           python train_ppo.py [--config FILE]... [OVERRIDE]... --sweep KEY=V1,V2...
 
     Overrides come after all files, in order; config.yaml lists the keys:
       actor.lr=1e-5      sets a key, actor.betas.0=0.8 an item; [1, 2] replaces a list, {a: 1} joins a dict
@@ -421,7 +425,9 @@ def from_command_line(program, words=None):
                                      formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--config", action="append", default=[], metavar="FILE", help="a YAML layer")
     parser.add_argument("--print-config", action="store_true", help="show the resolved config and exit")
-    parser.add_argument("--sweep", nargs="+", metavar="KEY=VALUES", help="like actor.lr=1e-6,1e-5 seed=1,2")
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--dry-run", action="store_true", help="show the plan, start nothing and exit")
+    either.add_argument("--sweep", nargs="+", metavar="KEY=VALUES", help="like actor.lr=1e-6,1e-5 seed=1,2")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDE")
     arguments = parser.parse_intermixed_args(words)
     with one_line_errors():
@@ -432,4 +438,9 @@ def from_command_line(program, words=None):
         if arguments.sweep:
             parser.exit(sweep(program, arguments.config, arguments.overrides, arguments.sweep))
         check(config)
+        if arguments.dry_run:
+            import plan  # seconds of imports
+
+            plan.show(config)
+            parser.exit(0)
     return config

@@ -104,6 +104,20 @@ def gather_tokens(part, mine, group):
 # ---- Building models ---------------------------------------------------------------------------------------
 
 
+def check_shape(role, path, config):
+    """Raises ValueError for a model that cannot be cut or packed as the config says. No weights are read."""
+    options = {"trust_remote_code": config.model.trust_remote_code, **config.model.overrides}
+    shape = AutoConfig.from_pretrained(path, **options).get_text_config()
+    heads = shape.num_attention_heads
+    for key, size in (("model.sp", config.model.sp), ("rollout.tp", config.rollout.tp)):
+        if heads % size and (key == "model.sp" or role == "rollout"):
+            raise ValueError(f"{key}={size} must divide the {heads} attention heads of {path}")
+    sliding = "sliding_attention" in (getattr(shape, "layer_types", None) or ())  # our masks know only full layers
+    if sliding and (config.model.sp > 1 or config.actor.share_prompt):
+        raise ValueError(f"actor.share_prompt=true or model.sp={config.model.sp}: {path} has layers with sliding "
+                         "attention, which need actor.share_prompt=false and model.sp=1")
+
+
 def build_model(role, path, settings, config, mesh):
     """An FSDP2 model on `mesh`, with a head as VALUED says.
 

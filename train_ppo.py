@@ -138,6 +138,8 @@ class Trainer:
         for role, section in sections.items():
             self.paths[role] = data.resolve_model(section.path or path)
         trust, other = config.model.trust_remote_code, config.reward_model.tokenizer
+        for role in configuration.roles_needed(config):
+            models.check_shape(role, self.paths[role], config)
         self.tokenizer = data.load_tokenizer(config.model.tokenizer or path, trust)
         self.reward_tokenizer = data.load_tokenizer(other, trust) if other else None
         self.val_prompts = None
@@ -461,8 +463,9 @@ def checkpoints(directory):
 def run(config):
     """Train as `config` (already checked) says. Whatever ends it, no process of the run stays behind."""
     # Seconds of imports, which a run with a wrong config is spared.
-    global PlacementGroup, Worker, algos, data, free_address, ray, tensorboard, torch
+    global PlacementGroup, Worker, algos, data, free_address, models, ray, tensorboard, torch
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # libraries' words about kernels that are not here
+    os.environ.setdefault("RAY_worker_niceness", "0")  # with Ray's 15 every other program would go first
     if config.ray.address is None:
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # a private Ray then listens on loopback only
     import ray
@@ -472,6 +475,7 @@ def run(config):
 
     import algos
     import data
+    import models
     import report
     from engine import free_address
     from workers import Worker

@@ -129,7 +129,7 @@ class Worker:
         self.place("actor", self.device)
         self.rollout.resume("weights")
         self.rollout.update_weights(self.full_tensors("actor", getattr(torch, self.config.rollout.dtype)))
-        for role in self.models:
+        for role in self.models.keys() - {"reward"}:  # which scores while the engine is awake
             self.place(role, "cpu" if self.config.actor.offload else self.device)
         self.rollout.resume("kv_cache")
 
