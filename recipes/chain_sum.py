@@ -1,6 +1,6 @@
 """The problems of chain_sum.yaml: reasoning-gym's sums and differences of two digits, the rare kind more often."""
 
-NEGATIVE = 0.3  # the share of problems with a negative result; as they come it is 0.2, and tries at them are rare
+NEGATIVE = 0.5  # the share of problems with a negative result; as they come it is 0.2, and tries at them are rare
 
 
 def problems():

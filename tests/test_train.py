@@ -1,77 +1,13 @@
 """Whole runs of the toy recipe, as a user starts them: real Ray, real engine, one process tree each."""
 
 import json
-import os
 import signal
-import subprocess
 import sys
-import time
-import uuid
-from pathlib import Path
 
 import psutil
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-NOT_REPEATED = ("time/", "mem/", "perf/", "rollout/")  # clocks, memory, and what rests on the engine's log-probs
-
-
-class Run:
-    """One training run in a session of its own; every process of it is found by a mark in its environment."""
-
-    def __init__(self, directory, *overrides, command=(sys.executable,)):
-        self.directory, self.mark = Path(directory), uuid.uuid4().hex
-        self.log = self.directory.with_suffix(f".{self.mark[:6]}.log")
-        arguments = ["train_ppo.py", "--config", "recipes/toy.yaml", f"trainer.dir={directory}", *overrides]
-        environment = os.environ | {"KILO_TEST": self.mark}
-        self.start = time.monotonic()
-        with open(self.log, "w") as log:
-            self.process = subprocess.Popen(
-                [*command, *arguments], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def wait(self, timeout=240):
-        code = self.process.wait(timeout)
-        self.seconds = time.monotonic() - self.start
-        return code
-
-    def processes(self):
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get("KILO_TEST") == self.mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue
-        return found
-
-    def assert_nothing_left(self, within=20):
-        deadline = time.monotonic() + within
-        while self.processes() and time.monotonic() < deadline:
-            time.sleep(0.5)
-        assert not self.processes(), [process.cmdline()[:4] for process in self.processes()]
-
-    def kill(self):
-        for process in self.processes():
-            process.send_signal(signal.SIGKILL)
-        self.process.wait()
-
-    def wait_for_step(self, step, timeout=240):
-        deadline = time.monotonic() + timeout
-        while not any(row["step"] >= step for row in self.rows()):
-            assert self.process.poll() is None, self.log.read_text()[-3000:]
-            assert time.monotonic() < deadline, f"no step {step} in {timeout} s"
-            time.sleep(0.2)
-
-    def rows(self):
-        path = self.directory / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [json.loads(line) for line in lines]
-
-
-def repeatable(rows):
-    return [{name: value for name, value in row.items() if not name.startswith(NOT_REPEATED)} for row in rows]
+from runs import Run, repeatable
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,34 @@
+"""Draws a metric of several runs over steps: python bench/curves.py OUT.svg METRIC NAME=RUN_DIRECTORY ...
+
+The figures of the README are made with it, from the runs that their text names.
+"""
+import json
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("svg")
+from matplotlib import pyplot  # noqa: E402
+
+
+def curve(directory, metric):
+    """(steps, values) of the rows of a run that have the metric."""
+    rows = [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
+    return zip(*[(row["step"], row[metric]) for row in rows if metric in row])
+
+
+def main(out, metric, *runs):
+    figure, axes = pyplot.subplots(figsize=(7, 3))
+    for run in runs:
+        name, _, directory = run.partition("=")
+        axes.plot(*curve(directory, metric), marker="o", markersize=3, label=name)
+    axes.set(xlabel="step", ylabel=metric, ylim=(0, 1))
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(out)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

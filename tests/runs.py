@@ -1,0 +1,90 @@
+"""Whole runs as a user starts them, one process tree each: what test_train.py and test_resume.py share."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+# Clocks, memory, and what rests on the engine's log-probs.
+NOT_REPEATED = ("time/", "mem/", "perf/", "rollout/")
+
+
+class Run:
+    """One training run in a session of its own; every process of it is found by a mark in its environment.
+
+    `log` has what it writes; with `stderr_apart` stderr is not there but in `errors`. `answers` has what the
+    reward function `record` below was asked to score.
+    """
+
+    def __init__(self, directory, *overrides, command=(sys.executable,), stderr_apart=False):
+        self.directory, self.mark = Path(directory), uuid.uuid4().hex
+        self.log = self.directory.with_suffix(f".{self.mark[:6]}.log")
+        self.errors = self.log.with_suffix(".err") if stderr_apart else self.log
+        self.answers = self.log.with_suffix(".answers")
+        arguments = ["train_ppo.py", "--config", "recipes/toy.yaml", f"trainer.dir={directory}", *overrides]
+        environment = os.environ | {"KILO_TEST": self.mark, "KILO_ANSWERS": str(self.answers)}
+        self.start = time.monotonic()
+        with open(self.log, "a") as log, open(self.errors, "a") as errors:
+            self.process = subprocess.Popen(
+                [*command, *arguments], cwd=ROOT, env=environment, stdout=log, stderr=errors,
+                start_new_session=True,
+            )
+
+    def wait(self, timeout=240):
+        code = self.process.wait(timeout)
+        self.seconds = time.monotonic() - self.start
+        return code
+
+    def processes(self, title=""):
+        """Its living processes, of the command line that begins with `title`."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                mine = process.environ().get("KILO_TEST") == self.mark
+                living = process.status() != psutil.STATUS_ZOMBIE
+                if mine and living and " ".join(process.cmdline()).startswith(title):
+                    found.append(process)
+        return found
+
+    def assert_nothing_left(self, within=20):
+        deadline = time.monotonic() + within
+        while self.processes() and time.monotonic() < deadline:
+            time.sleep(0.5)
+        assert not self.processes(), [process.cmdline()[:4] for process in self.processes()]
+
+    def kill(self):
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+    def wait_for_step(self, step, timeout=240):
+        deadline = time.monotonic() + timeout
+        while not any(row["step"] >= step for row in self.rows()):
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
+            assert time.monotonic() < deadline, f"no step {step} in {timeout} s"
+            time.sleep(0.2)
+
+    def rows(self):
+        path = self.directory / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines]
+
+
+def repeatable(rows):
+    return [{name: value for name, value in row.items() if not name.startswith(NOT_REPEATED)} for row in rows]
+
+
+def record(response, answer, row):
+    """A reward function: some number that follows from the response. It notes what it is asked to score."""
+    with open(os.environ["KILO_ANSWERS"], "a") as file:
+        file.write(f"{row['prompt']} {response!r}\n")
+    return sum(map(ord, response)) % 7 / 7
