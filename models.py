@@ -112,10 +112,10 @@ def check_shape(role, path, config):
     for key, size in (("model.sp", config.model.sp), ("rollout.tp", config.rollout.tp)):
         if heads % size and (key == "model.sp" or role == "rollout"):
             raise ValueError(f"{key}={size} must divide the {heads} attention heads of {path}")
-    sliding = "sliding_attention" in (getattr(shape, "layer_types", None) or ())  # our masks know only full layers
+    sliding = "sliding_attention" in (getattr(shape, "layer_types", None) or ())  # our masks do not know them
     if sliding and (config.model.sp > 1 or config.actor.share_prompt):
-        raise ValueError(f"actor.share_prompt=true or model.sp={config.model.sp}: {path} has layers with sliding "
-                         "attention, which need actor.share_prompt=false and model.sp=1")
+        raise ValueError(f"actor.share_prompt and model.sp={config.model.sp} must be false and 1 for {path}, "
+                         "which has layers with sliding attention")
 
 
 def build_model(role, path, settings, config, mesh):

@@ -24,12 +24,10 @@ PPO = ["algorithm.advantage=gae", "algorithm.kl_in_reward=true", "algorithm.kl_t
        "reward.function=tests/runs.py:record", "data.num_workers=1",  # one process scores in order
        "validation.every=3", "validation.temperature=1.0", "trainer.steps=6", "trainer.save_every=1",
        "trainer.keep=6"]
-LOCAL, RESTART = "launch=local", "trainer.max_restarts=1"
+LOCAL = "launch=local"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 VALIDATION, STEP = 55, 18 * 4  # answers
 HALF = VALIDATION + 3 * STEP + VALIDATION  # those of steps 0 to 3
-
-
 STARTED = []
 
 
@@ -65,9 +63,11 @@ def saved(run, step):
     return (run.directory / "checkpoints" / f"step_{step}").exists()
 
 
-def in_rollout(run):
-    """The run's Ray worker, if it is in the middle of a rollout: Ray puts what it does into its title."""
-    return next(iter(run.processes("ray::Worker.generate")), None)
+def engine_in_rollout(run):
+    """The engine's process, in the middle of a rollout: Ray puts a worker's method into its title."""
+    worker, engine = (run.processes(title)[0] for title in ("ray::Worker", "sglang::scheduler"))
+    until(run, lambda: worker.cmdline()[0] == "ray::Worker.generate")
+    return engine
 
 
 def exact(rows):
@@ -214,7 +214,7 @@ def test_the_same_seed_is_the_same_run(straight, killed):
 
 @pytest.fixture(scope="module")
 def ranks(straight, tmp_path_factory):
-    """Two ranks make step 4 from the straight run's step 3, one rank makes step 5 from that. Both get killed."""
+    """From the straight run's step 3 two ranks make step 4, from that one makes step 5. Both get killed."""
     directory = tmp_path_factory.mktemp("runs") / "ranks"
     shutil.copytree(straight.directory, directory)
     for step in (4, 5, 6):
@@ -270,8 +270,7 @@ def test_a_dead_engine_ends_the_run(straight, tmp_path):
     """SIGKILL of the engine in the middle of a rollout: the same. Its seed is another: so are its numbers."""
     run = start(tmp_path / "engine", "seed=2")
     until(run, lambda: saved(run, 1))
-    engine = run.processes("sglang::scheduler")[0]
-    until(run, lambda: in_rollout(run))
+    engine = engine_in_rollout(run)
     engine.kill()
     assert run.wait(60) not in (0, 2)
     run.assert_nothing_left()
@@ -283,10 +282,9 @@ def test_a_dead_engine_ends_the_run(straight, tmp_path):
 
 def test_it_restarts_by_itself(straight, tmp_path):
     """trainer.max_restarts=1 and an engine that is killed once: the end is that of the straight run."""
-    run = start(tmp_path / "restarts", RESTART)
+    run = start(tmp_path / "restarts", "trainer.max_restarts=1")
     until(run, lambda: saved(run, 2))
-    engine = run.processes("sglang::scheduler")[0]
-    until(run, lambda: in_rollout(run))
+    engine = engine_in_rollout(run)
     engine.kill()
     until(run, lambda: "restart 1 of 1" in run.errors.read_text(), timeout=60)
     assert run.wait(300) == 0, said(run)
