@@ -6,7 +6,9 @@ import sys
 
 import psutil
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2ForSequenceClassification
 
+from recipes import toy
 from runs import Run, repeatable
 
 
@@ -54,8 +56,9 @@ def test_nothing_listens_beyond_this_machine(straight):
 
 
 def test_a_run_that_is_killed_continues_as_if_it_was_not(straight, tmp_path):
-    """SIGKILL to every process after step 2, the same command again: the rows are those of the straight run."""
-    overrides = ("trainer.steps=4", "validation.every=2", "trainer.save_every=1")
+    """SIGKILL to every process after step 2, the same command again: the rows are those of the straight run,
+    which had Ray, while these have not."""
+    overrides = ("trainer.steps=4", "validation.every=2", "trainer.save_every=1", "launch=local")
     first = Run(tmp_path / "killed", *overrides)
     first.wait_for_step(2)
     first.kill()
@@ -74,20 +77,25 @@ def test_ctrl_c_ends_everything(tmp_path):
     run.assert_nothing_left()
 
 
-def test_two_ranks_under_torchrun_with_a_critic_and_a_raising_reward(tmp_path):
-    """PPO with critic, reference and adaptive KL on two SPMD ranks; one prompt's reward raises and costs only its sample."""
+def test_two_ranks_share_sequences_and_an_engine(tmp_path):
+    """Two SPMD ranks: Ulysses, one tensor-parallel engine, an adapter whose absence is the reference, a reward
+    model beside a function that raises for one prompt, which costs only its samples, and an export."""
+    shape = AutoConfig.from_pretrained(toy.build(), num_labels=1)
+    Qwen2ForSequenceClassification(shape).save_pretrained(tmp_path / "reward")
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    ppo = ["algorithm.advantage=gae", "algorithm.kl_in_reward=true", "algorithm.kl_target=0.1", "critic.lr=1e-3",
-           "critic.mini_batch_size=128", "reward.function=tests/rewards.py:raises_on_zero"]
-    run = Run(tmp_path / "spmd", *ppo, "trainer.steps=3", command=torchrun)
+    options = ["model.sp=2", "rollout.tp=2", "actor.lora_rank=4", "actor.kl_coef=0.01", "trainer.export=true",
+               f"reward_model.path={tmp_path}/reward", "reward.function=tests/rewards.py:raises_on_zero"]
+    run = Run(tmp_path / "spmd", *options, "trainer.steps=2", "validation.before=false", command=torchrun)
     assert run.wait(400) == 0, run.log.read_text()[-3000:]
     run.assert_nothing_left()
-    rows = run.rows()[1:]
-    assert [row["step"] for row in rows] == [1, 2, 3]
-    assert sum(row["reward/errors"] for row in rows) > 0
-    assert all(row["critic/grad_norm"] > 0 and "critic/explained_variance" in row and "reward/kl" in row for row in rows)
-    assert all(abs(row["actor/ppo_kl"]) < 1e-6 for row in rows)
-    assert "raises_on_zero" in run.log.read_text()
+    rows = run.rows()
+    assert [row["step"] for row in rows] == [1, 2]
+    assert sum(row["reward/errors"] for row in rows) > 0 and "raises_on_zero" in run.log.read_text()
+    assert rows[0]["actor/kl_loss"] == pytest.approx(0, abs=1e-9) and rows[1]["actor/kl_loss"] > 0
+    assert all(row["reward/mean"] * 128 % 1 > 1e-3 for row in rows)  # the function alone gives 0 or 1
+    assert all(abs(row["actor/ppo_kl"]) < 1e-6 and row["rollout/logprob_diff_max"] < 1e-4 for row in rows)
+    assert AutoModelForCausalLM.from_pretrained(run.directory / "export").num_parameters() == 75264
+    assert (run.directory / "export/adapter/adapter_model.safetensors").exists()
 
 
 def test_a_reward_that_always_raises_ends_the_run_with_its_traceback(tmp_path):
