@@ -9,6 +9,7 @@ import json
 import shutil
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import psutil
@@ -24,19 +25,10 @@ PPO = ["algorithm.advantage=gae", "algorithm.kl_in_reward=true", "algorithm.kl_t
        "reward.function=tests/runs.py:record", "data.num_workers=1",  # one process scores in order
        "validation.every=3", "validation.temperature=1.0", "trainer.steps=6", "trainer.save_every=1",
        "trainer.keep=6"]
-LOCAL = "launch=local"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 VALIDATION, STEP = 55, 18 * 4  # answers
 HALF = VALIDATION + 3 * STEP + VALIDATION  # those of steps 0 to 3
 STARTED = []
-
-
-@pytest.fixture(scope="module", autouse=True)
-def end_of_all_runs():
-    """What a failed test leaves running ends with the tests."""
-    yield
-    for run in STARTED:
-        run.kill()
 
 
 def start(directory, *overrides, **options):
@@ -114,108 +106,50 @@ def assert_same_state(state, other):
     weights(state)
 
 
-# ---- Killed and started again ------------------------------------------------------------------------------
+# ---- The runs ----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory):
-    """Six steps in one go."""
-    run = start(tmp_path_factory.mktemp("runs") / "straight", LOCAL)
+def straight_run(directory):
+    """Six steps in one go, without Ray."""
+    run = start(directory, "launch=local")
     assert run.wait() == 0, said(run)
     run.assert_nothing_left()
     return run
 
 
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory):
-    """Six steps in three runs of one directory: the first dies in a save, the second at the end of an epoch.
+def killed_runs(directory):
+    """Six steps by two runs with Ray. The first dies while step 4 is being saved, so that step 3, the end of
+    an epoch, is the newest whole one. Nothing but its driver is killed: the others must notice.
 
-    The first is a driver with Ray, and nothing but the driver is killed.
+    The second goes on and its engine is killed once, in the rollout of step 5.
     """
-    directory = tmp_path_factory.mktemp("runs") / "killed"
-    first = start(directory)
-    driver, unfinished = psutil.Process(first.process.pid), directory / "checkpoints" / "unfinished"
-    until(first, lambda: saved(first, 1))
-    while True:
-        until(first, unfinished.exists)
-        driver.suspend()
-        until(first, lambda: driver.status() == psutil.STATUS_STOPPED)
-        if unfinished.exists():
-            break
-        driver.resume()  # it was faster
-    whole = max(step for step in range(1, 6) if saved(first, step))
+    first, unfinished = start(directory), directory / "checkpoints" / "unfinished"
+    driver = psutil.Process(first.process.pid)
+    until(first, lambda: saved(first, 3))
+    until(first, unfinished.exists)
+    driver.suspend()
+    until(first, lambda: driver.status() == psutil.STATUS_STOPPED)
     driver.kill()
     assert first.wait(60) != 0
     first.assert_nothing_left(within=60)
-    assert unfinished.exists()
+    assert unfinished.exists() and saved(first, 3) and not saved(first, 4)
     for name in ("metrics.jsonl", "samples.jsonl"):
         with open(directory / name, "a") as file:
-            file.write(f'{{"step": {whole + 1}, "val')  # a line that is cut in the middle
+            file.write('{"step": 5, "val')  # a kill may also cut a line
 
-    second = start(directory, LOCAL)
-    until(second, lambda: saved(second, 3))
-    second.process.kill()
-    second.kill()
+    second = start(directory, "trainer.max_restarts=1")
+    until(second, lambda: saved(second, 4))
+    second.engine = engine_in_rollout(second)
+    second.engine.kill()
+    until(second, lambda: "restart 1 of 1" in second.errors.read_text(), timeout=60)
+    second.code = second.wait(400)
     second.assert_nothing_left()
-    assert not saved(second, 4)
-
-    third = start(directory, LOCAL)
-    assert third.wait() == 0, said(third)
-    third.assert_nothing_left()
-    return SimpleNamespace(first=first, second=second, third=third, whole=whole)
+    return SimpleNamespace(first=first, second=second)
 
 
-def test_this_run_has_state_to_lose(straight):
-    """If these did not change from step to step, the tests below could not see that they were lost."""
-    rows = straight.rows()
-    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5, 6]
-    for name in ("reward/mean", "reward/kl_coef", "actor/lr", "actor/grad_norm", "critic/grad_norm"):
-        assert len({row[name] for row in rows[1:]}) == 6, name
-    prompts = [line.split("=")[0] for line in answers(straight)[VALIDATION:]]
-    first, second = prompts[: 3 * STEP], prompts[3 * STEP + VALIDATION :][: 3 * STEP]
-    assert len(set(first)) == len(set(second)) == 3 * 18
-    assert first != second
-
-
-def test_killed_at_the_end_of_an_epoch_it_goes_on_with_the_same_numbers(straight, killed, tmp_path):
-    """SIGKILL of every process after step 3 of 6 and the same command again: rows, answers, weights and all
-    other state are those of the straight run, bit for bit."""
-    third = killed.third
-    assert f"resumed from {third.directory}/checkpoints/step_3" in third.log.read_text()
-    assert exact(third.rows()) == exact(straight.rows())
-    samples = [(run.directory / "samples.jsonl").read_text() for run in (straight, third)]
-    assert samples[0] == samples[1] and samples[0].count("\n") == 3 * VALIDATION
-    assert answers(third) == answers(straight)[HALF:]
-    for step in (4, 6):
-        assert_same_state(state(third, step, tmp_path), state(straight, step, tmp_path))
-
-
-def test_killed_during_a_save_it_goes_on_from_the_newest_whole_checkpoint(straight, killed, tmp_path):
-    """SIGKILL of the driver while a checkpoint is half written, and a line cut in the middle in both records.
-    What the next run adds, up to step 3, is what the straight run has."""
-    second, whole = killed.second, killed.whole
-    assert f"resumed from {second.directory}/checkpoints/step_{whole}" in second.log.read_text()
-    done = VALIDATION + whole * STEP
-    assert answers(second)[: HALF - done] == answers(straight)[done:HALF]
-    assert exact(second.rows())[:4] == exact(straight.rows())[:4]
-    assert_same_state(state(second, 3, tmp_path), state(straight, 3, tmp_path))
-    assert not (second.directory / "checkpoints" / "unfinished").exists()
-
-
-def test_the_same_seed_is_the_same_run(straight, killed):
-    """Started twice from nothing, once with Ray and once without: what both have done is equal."""
-    done = VALIDATION + killed.whole * STEP
-    assert answers(killed.first)[:done] == answers(straight)[:done]
-    assert exact(killed.third.rows())[: killed.whole + 1] == exact(straight.rows())[: killed.whole + 1]
-
-
-# ---- Other numbers of ranks --------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def ranks(straight, tmp_path_factory):
-    """From the straight run's step 3 two ranks make step 4, from that one makes step 5. Both get killed."""
-    directory = tmp_path_factory.mktemp("runs") / "ranks"
+def ranks_runs(directory, straight):
+    """Two ranks make step 4 from the straight run's step 3, and one makes step 5 from that. In the first run
+    a rank is killed, in the second the Ray worker."""
     shutil.copytree(straight.directory, directory)
     for step in (4, 5, 6):
         shutil.rmtree(directory / "checkpoints" / f"step_{step}")
@@ -236,12 +170,101 @@ def ranks(straight, tmp_path_factory):
     return SimpleNamespace(two=two, one=one)
 
 
+def engine_run(directory):
+    """Another seed, and an engine that is killed in the rollout of step 2."""
+    run = start(directory, "seed=2")
+    until(run, lambda: saved(run, 1))
+    run.engine = engine_in_rollout(run)
+    run.engine.kill()
+    run.code = run.wait(60)
+    run.assert_nothing_left()
+    return run
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """All of them, two at a time: a start is a minute of imports, on one core."""
+    folder, pool = tmp_path_factory.mktemp("runs"), ThreadPoolExecutor(2)
+    straight = pool.submit(straight_run, folder / "straight")
+    killed = pool.submit(killed_runs, folder / "killed")
+    ranks = pool.submit(lambda: ranks_runs(folder / "ranks", straight.result()))
+    engine = pool.submit(engine_run, folder / "engine")
+    yield SimpleNamespace(straight=straight, killed=killed, ranks=ranks, engine=engine)
+    pool.shutdown(wait=False, cancel_futures=True)
+    for run in STARTED:  # what a failed test leaves behind
+        run.kill()
+
+
+@pytest.fixture(scope="module")
+def straight(runs):
+    return runs.straight.result()
+
+
+@pytest.fixture(scope="module")
+def killed(runs):
+    return runs.killed.result()
+
+
+@pytest.fixture(scope="module")
+def ranks(runs):
+    return runs.ranks.result()
+
+
+@pytest.fixture(scope="module")
+def engine(runs):
+    return runs.engine.result()
+
+
+# ---- Numbers -----------------------------------------------------------------------------------------------
+
+
+def test_this_run_has_state_to_lose(straight):
+    """If these did not change from step to step, the tests below could not see that they were lost."""
+    rows = straight.rows()
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5, 6]
+    for name in ("reward/mean", "reward/kl_coef", "actor/lr", "actor/grad_norm", "critic/grad_norm"):
+        assert len({row[name] for row in rows[1:]}) == 6, name
+    prompts = [line.split("=")[0] for line in answers(straight)[VALIDATION:]]
+    first, second = prompts[: 3 * STEP], prompts[3 * STEP + VALIDATION :][: 3 * STEP]
+    assert len(set(first)) == len(set(second)) == 3 * 18
+    assert first != second
+
+
+def test_killed_in_a_save_after_an_epoch_it_goes_on_with_the_same_numbers(straight, killed, tmp_path):
+    """SIGKILL while a checkpoint was half written, lines cut in the middle, and the same command again: it
+    continues from the newest whole one. Rows, answers, weights and all other state, to the end, are those of
+    the straight run, bit for bit; also where the engine was killed and the run has restarted by itself."""
+    second = killed.second
+    assert f"resumed from {second.directory}/checkpoints/step_3\n" in second.log.read_text()
+    assert exact(second.rows()) == exact(straight.rows())
+    samples = [(run.directory / "samples.jsonl").read_text() for run in (straight, second)]
+    assert samples[0] == samples[1] and samples[0].count("\n") == 3 * VALIDATION
+    assert answers(second) == answers(straight)[HALF:]
+    for step in (4, 5, 6):
+        assert_same_state(state(second, step, tmp_path), state(straight, step, tmp_path))
+    assert not (second.directory / "checkpoints" / "unfinished").exists()
+
+
+def test_the_same_seed_is_the_same_run(straight, killed, tmp_path):
+    """Started twice from nothing, once with Ray and once without: what both have done is equal."""
+    done = HALF + STEP
+    assert answers(killed.first) == answers(straight)[:done]
+    assert exact(killed.second.rows())[:4] == exact(straight.rows())[:4]
+    assert_same_state(state(killed.first, 3, tmp_path), state(straight, 3, tmp_path))
+
+
+def test_another_seed_is_another_run(straight, engine):
+    assert exact(engine.rows())[1] != exact(straight.rows())[1]
+    assert answers(engine)[:VALIDATION] != answers(straight)[:VALIDATION]
+    assert answers(engine)[VALIDATION:][:STEP] != answers(straight)[VALIDATION:][:STEP]
+
+
 @pytest.mark.parametrize("name, step", [("two", 4), ("one", 5)])
 def test_another_number_of_ranks_continues(straight, ranks, tmp_path, name, step):
     """Saved by 1 rank and continued by 2, and the reverse: the next prompts, their answers and the position
     in the data are those of the straight run; metrics and weights after the step are, to 1e-5."""
     run, done = getattr(ranks, name), HALF + (step - 4) * STEP
-    assert f"resumed from {run.directory}/checkpoints/step_{step - 1}" in run.log.read_text()
+    assert f"resumed from {run.directory}/checkpoints/step_{step - 1}\n" in run.log.read_text()
     assert answers(run)[:STEP] == answers(straight)[done : done + STEP]
     row, expected = (repeatable(run.rows())[step] for run in (run, straight))
     assert row == pytest.approx(expected, rel=1e-5, abs=1e-5)
@@ -252,43 +275,32 @@ def test_another_number_of_ranks_continues(straight, ranks, tmp_path, name, step
 
 
 # ---- Deaths ------------------------------------------------------------------------------------------------
+# That a run ends within 60 s and leaves no process is checked where it is killed, above.
 
 
 def test_a_dead_rank_ends_torchrun(ranks):
-    """SIGKILL of one of two ranks: within 60 s it is over, nothing is left, and stderr says what it was."""
+    """SIGKILL of one of two ranks."""
     assert ranks.two.code not in (0, 2)
     assert "SIGKILL" in ranks.two.errors.read_text()
 
 
 def test_a_dead_worker_ends_the_run(ranks):
-    """SIGKILL of a Ray worker: the same."""
+    """SIGKILL of the Ray worker."""
     assert ranks.one.code not in (0, 2)
     assert "ActorDiedError" in ranks.one.errors.read_text()
 
 
-def test_a_dead_engine_ends_the_run(straight, tmp_path):
-    """SIGKILL of the engine in the middle of a rollout: the same. Its seed is another: so are its numbers."""
-    run = start(tmp_path / "engine", "seed=2")
-    until(run, lambda: saved(run, 1))
-    engine = engine_in_rollout(run)
-    engine.kill()
-    assert run.wait(60) not in (0, 2)
-    run.assert_nothing_left()
-    errors = run.errors.read_text()
-    assert f"engine process {engine.pid} has died, exit code -9" in errors and "generate" in errors
-    assert exact(run.rows())[1] != exact(straight.rows())[1]
-    assert answers(run)[VALIDATION:][:STEP] != answers(straight)[VALIDATION:][:STEP]
+def test_a_dead_engine_ends_the_run(engine):
+    """SIGKILL of the engine in the middle of a rollout."""
+    errors = engine.errors.read_text()
+    assert engine.code not in (0, 2)
+    assert f"engine process {engine.engine.pid} has died, exit code -9" in errors and "_respond_all" in errors
 
 
-def test_it_restarts_by_itself(straight, tmp_path):
-    """trainer.max_restarts=1 and an engine that is killed once: the end is that of the straight run."""
-    run = start(tmp_path / "restarts", "trainer.max_restarts=1")
-    until(run, lambda: saved(run, 2))
-    engine = engine_in_rollout(run)
-    engine.kill()
-    until(run, lambda: "restart 1 of 1" in run.errors.read_text(), timeout=60)
-    assert run.wait(300) == 0, said(run)
-    run.assert_nothing_left()
-    assert f"engine process {engine.pid} has died" in run.errors.read_text()
-    assert exact(run.rows()) == exact(straight.rows())
-    assert_same_state(state(run, 6, tmp_path), state(straight, 6, tmp_path))
+def test_it_restarts_by_itself(killed):
+    """trainer.max_restarts=1: stderr has the reason, the run goes on from its newest checkpoint to its end.
+    Its numbers are in the tests above."""
+    run = killed.second
+    assert run.code == 0, said(run)
+    assert f"engine process {run.engine.pid} has died, exit code -9" in run.errors.read_text()
+    assert f"resumed from {run.directory}/checkpoints/step_4\n" in run.log.read_text()
