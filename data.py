@@ -97,6 +97,8 @@ def encode(tokenizer, prompt, system=None):
         return prompt, tokenizer(prompt, add_special_tokens=not has_bos)["input_ids"]
     messages = [{"role": "system", "content": system}] if system else []
     messages += [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages):
+        raise ValueError(f"{prompt} must be messages with role and content")  # a template may not mind
     return messages, tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
 

@@ -206,12 +206,13 @@ class Trainer:
             self.validate()
             self.write_metrics()
         steps = range(self.step + 1, self.total + 1)
-        first_profiled, last_profiled = self.config.trainer.profile_steps or (None, None)
+        first, final = self.config.trainer.profile_steps or (0, 0)
+        profiled = range(max(first, steps.start), min(final, self.total) + 1)  # of those that this run makes
         for self.step in tqdm(steps, total=self.total, initial=self.step, disable=not self.main):
-            if self.step == first_profiled:
+            if profiled and self.step == profiled[0]:
                 self.groups["actor"].call("start_profile")
             self.train_step()
-            if self.step == last_profiled:
+            if profiled and self.step == profiled[-1]:
                 self.groups["actor"].call("stop_profile", str(self.directory))
             last = self.step == self.total
             if self.val_prompts and (last or (every and self.step % every == 0)):
@@ -448,7 +449,9 @@ class Trainer:
             if path.exists():
                 lines = path.read_text().splitlines(True) if self.step else []  # 0: also that row comes again
                 whole = [line for line in lines if line.endswith("\n")]  # a kill may have cut the last one
-                path.write_text("".join(line for line in whole if json.loads(line)["step"] <= self.step))
+                beside = path.with_suffix(".trimmed")  # a kill may come at any moment
+                beside.write_text("".join(line for line in whole if json.loads(line)["step"] <= self.step))
+                beside.replace(path)
 
 
 def checkpoints(directory):

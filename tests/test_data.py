@@ -3,6 +3,8 @@ import json
 import math
 import os
 import random
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -142,7 +144,24 @@ def test_wrong_rows_are_one_line(tmp_path):
         next(data.load_rows(path, data_options(prompt_key="question")))
 
 
+def test_a_null_source_is_the_name_of_the_file(tmp_path):
+    rows = [{"prompt": "w9", "answer": "1", "source": source} for source in (None, "other", 3)]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    assert [row["source"] for row in data.load_rows(path, data_options())] == ["rows", "other", "3"]
+
+
 # ---- prompts ----
+
+@pytest.mark.parametrize("prompt", ["", [{"role": "user"}], [1, 2]])
+def test_a_row_that_is_no_prompt_is_one_line(prompt, tmp_path):
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "w9", "answer": "1"}, {"prompt": prompt, "answer": "1"}])
+    tokenizer = make_tokenizer(TEMPLATE if prompt else None)
+    tokenizer.add_bos_token = False
+    if not prompt:
+        tokenizer.backend_tokenizer.post_processor = None
+    with pytest.raises(ValueError, match="rows.jsonl: row 1"):
+        data.Prompts(path, tokenizer, data_options())
+
 
 def test_one_bos_with_and_without_template():  # fault 5
     chat, plain = make_tokenizer(TEMPLATE), make_tokenizer()
@@ -214,6 +233,18 @@ def test_changed_data_is_refused(tmp_path):  # fault 37
     changed = data.Prompts(path, make_tokenizer(), data_options(), batch_size=2)
     with pytest.raises(ValueError, match="rows.jsonl"):
         changed.load_state_dict(state)
+
+
+def test_answers_without_an_order_are_the_same_data(tmp_path):
+    """The fingerprint of sets does not depend on how Python happens to order them in a process."""
+    file = tmp_path / "rows.py"
+    file.write_text("def rows():\n    return [{'prompt': 'w9', 'answer': set('abcdefgh')}]\n")
+    one_row = data.Prompts(f"{file}:rows", make_tokenizer(), data_options()).fingerprint
+    assert data.json.loads(subprocess.run(
+        [sys.executable, "-c", "import json, sys; sys.path.insert(0, 'tests'); import data, test_data as t\n"
+         f"print(); print(json.dumps(data.Prompts({f'{file}:rows'!r}, t.make_tokenizer(), t.data_options())"
+         ".fingerprint))"], env=os.environ | {"PYTHONHASHSEED": "7"}, capture_output=True, text=True, check=True,
+    ).stdout.splitlines()[-1]) == one_row
 
 
 def test_incomplete_batch_waits(tmp_path):
@@ -358,6 +389,13 @@ def test_raising_costs_its_sample(score, capsys, error):  # fault 9
     assert shown.count("Traceback") == 1 and "bad row" in shown
     score.opened[0](responses(texts))
     assert "Traceback" not in capsys.readouterr().err  # shown once a run
+
+
+def test_an_infinite_score_is_an_error(score):
+    """It would make the loss NaN; and the function's own numbers do not take the names of ours."""
+    batch, metrics = score(["a", "b"], "def score(response, answer, row):\n"
+                           "    return {'score': float('inf') if response == 'b' else 1, 'mean': -7}\n")
+    assert batch["scores"] == [1, 0] and metrics["reward/errors"] == 1 and metrics["reward/mean"] == 0.5
 
 
 def test_a_dead_process_costs_its_sample(score):  # fault 9

@@ -3,13 +3,17 @@
 import json
 import signal
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2ForSequenceClassification
 
+from config import load
 from recipes import toy
 from runs import Run, repeatable
+from train_ppo import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +73,12 @@ def test_a_run_that_is_killed_continues_as_if_it_was_not(straight, tmp_path):
     assert repeatable(second.rows()) == repeatable(straight.rows())
 
 
-def test_ctrl_c_ends_everything(tmp_path):
+def test_a_directory_has_one_run_and_ctrl_c_ends_it(tmp_path):
     run = Run(tmp_path / "interrupted", "trainer.steps=1000")
     run.wait_for_step(1)
+    other = Run(run.directory, "trainer.steps=1000")
+    assert other.wait() == 2 and run.process.poll() is None
+    assert f"error: trainer.dir={run.directory} is in use by another run" in other.log.read_text()
     run.process.send_signal(signal.SIGINT)
     assert run.wait(60) != 0
     run.assert_nothing_left()
@@ -84,6 +91,7 @@ def test_two_ranks_share_sequences_and_an_engine(tmp_path):
     Qwen2ForSequenceClassification(shape).save_pretrained(tmp_path / "reward")
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     options = ["model.sp=2", "rollout.tp=2", "actor.lora_rank=4", "actor.kl_coef=0.01", "trainer.export=true",
+               "trainer.profile_steps=[2, 9]",  # of the steps that there are
                f"reward_model.path={tmp_path}/reward", "reward.function=tests/rewards.py:raises_on_zero"]
     run = Run(tmp_path / "spmd", *options, "trainer.steps=2", "validation.before=false", command=torchrun)
     assert run.wait(400) == 0, run.log.read_text()[-3000:]
@@ -96,6 +104,27 @@ def test_two_ranks_share_sequences_and_an_engine(tmp_path):
     assert all(abs(row["actor/ppo_kl"]) < 1e-6 and row["rollout/logprob_diff_max"] < 1e-4 for row in rows)
     assert AutoModelForCausalLM.from_pretrained(run.directory / "export").num_parameters() == 75264
     assert (run.directory / "export/adapter/adapter_model.safetensors").exists()
+    assert all((run.directory / f"trace_rank{rank}.json.gz").stat().st_size > 1000 for rank in range(2))
+
+
+def test_records_outlive_a_full_disk_in_a_resume(tmp_path, monkeypatch):
+    """What a resume keeps of the records is written beside them first: nothing is lost when that fails."""
+    rows = "".join(f'{{"step": {step}}}\n' for step in range(4))
+    (tmp_path / "metrics.jsonl").write_text(rows + '{"st')
+    trainer = SimpleNamespace(directory=tmp_path, config=load(), step=2, resumed="a checkpoint")
+    write_text = Path.write_text
+
+    def full(path, text):
+        write_text(path, text[:5])
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", lambda path, text: full(path, text) if '"step"' in text else None)
+    with pytest.raises(OSError):
+        Trainer.trim_records(trainer)
+    assert (tmp_path / "metrics.jsonl").read_text() == rows + '{"st'
+    monkeypatch.undo()
+    Trainer.trim_records(trainer)
+    assert (tmp_path / "metrics.jsonl").read_text() == rows[: rows.index('{"step": 3}')]
 
 
 def test_a_reward_that_always_raises_ends_the_run_with_its_traceback(tmp_path):

@@ -196,6 +196,36 @@ def test_schedule_moves_at_the_first_update(model_path, tmp_path):
     assert abs(actor[4]["actor/ppo_kl"]) > 1e-5
 
 
+def few_main(rank, world, folder, config):
+    from workers import Worker
+
+    worker = Worker(config, rank, world, rank, world, f"file://{folder}/ranks")
+    for role, path in (("critic", config.critic.path), ("actor", config.model.path)):
+        worker.build(role, path, 10)
+    batch = data.select(make_batch(), [6])
+    mine = data.select(batch, data.split(batch, world)[rank])
+    for role in ("actor", "critic"):
+        mine |= worker.score(mine, role)
+    mine |= {"rollout_weights": mine["response_mask"], "rollout_logprobs": mine["old_logprobs"]}
+    mine["ref_logprobs"] = mine["old_logprobs"]
+    norm = algos.normaliser(batch["response_mask"], 6.0)
+    torch.save([worker.update(mine, role, norm) for role in ("actor", "critic")], f"{folder}/few_{world}_{rank}")
+    worker.shutdown()
+
+
+def test_a_rank_without_rows_keeps_step(model_path, tmp_path):
+    """One response on two ranks, as the end of dynamic sampling may leave: the update is that of one rank."""
+    for world in (1, 2):
+        folder = tmp_path / str(world)
+        folder.mkdir()
+        multiprocessing.spawn(few_main, (world, str(folder), settings(model_path)), nprocs=world)
+    expected = torch.load(tmp_path / "1/few_1_0")
+    assert expected[0]["actor/grad_norm"] > 0
+    for rank in range(2):
+        for mine, one in zip(torch.load(tmp_path / f"2/few_2_{rank}"), expected):
+            assert mine == pytest.approx(one, rel=1e-4, abs=1e-6)
+
+
 def lora_main(rank, world, folder, config):
     from workers import Worker
 

@@ -16,6 +16,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import algos
 from config import load
+from rollout import Rollout
+from workers import Worker
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 MIB = 2**20
@@ -47,23 +49,15 @@ def make_batch(responses=16, length=64):
 
 
 @pytest.fixture(scope="module")
-def worker(path):
+def worker(path, tmp_path_factory):
     """The only rank of a world of one, in bfloat16 with float32 masters, with its engine."""
-    from workers import Worker
-
     config = load(overrides=[
         f"model.path={path}", "data.train=none", "actor.compute_dtype=bfloat16", "rollout.dtype=bfloat16",
         f"rollout.kv_tokens={KV_TOKENS}", "rollout.max_response_length=256", "actor.lr=1e-5",
         "actor.max_tokens_per_device=8192", "actor.offload=true", "actor.gradient_checkpointing=true",
     ])
-    store = dist.HashStore()
-    init, dist.init_process_group = dist.init_process_group, lambda backend, **_: init(backend, store=store, rank=0, world_size=1)
-    worker = Worker(config, 0, 1, 0, 1, None)
-    dist.init_process_group = init
+    worker = Worker(config, 0, 1, 0, 1, f"file://{tmp_path_factory.mktemp('ranks')}/ranks")
     worker.build("actor", path, 10)
-    Qwen2ForCausalLM.from_pretrained(path)  # fails here, not in the engine's start, if the folder is not whole
-    from workers import Rollout
-
     mesh = dist.init_device_mesh("cuda", (1, 1), mesh_dim_names=("dp", "tp"))
     worker.rollout = Rollout(config, path, SimpleNamespace(eos_token_id=1), "cuda", mesh)
     yield worker
