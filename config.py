@@ -28,7 +28,7 @@ from yaml import YAMLError
 BASE = Path(__file__).with_name("config.yaml")
 # Keys that are null by default take text, or what is like the value given here.
 NULLS = {"ray.num_cpus": 1, "rollout.kv_tokens": 1, "trainer.steps": 1, "algorithm.kl_target": 0.1,
-         "model.fsdp_size": 1, "trainer.profile_steps": [1]}
+         "model.fsdp_size": 1, "rollout.max_turn_tokens": 1, "trainer.profile_steps": [1]}
 FROM_ZERO = "seed", "validation.samples"  # whole numbers that may be 0 although their default is not
 OVERRIDE = re.compile(r"(\+?\+?|~)([\w-]+(?:\.[\w-]+)*)(?:=(.*))?", re.DOTALL)  # sign, dotted key, value
 
@@ -38,8 +38,11 @@ OVERRIDE = re.compile(r"(\+?\+?|~)([\w-]+(?:\.[\w-]+)*)(?:=(.*))?", re.DOTALL)  
 
 def decode(text):
     """A word's value, as in hydra: 1e-6, null, true, [1, 2], {a: 1}; on, 12:30, 007 and a=b are text."""
-    with contextlib.suppress(OmegaConfBaseException):  # what is not in its grammar is text
+    with contextlib.suppress(OmegaConfBaseException):
         return OmegaConf.create({"text": text, "value": "${oc.decode:${text}}"}).value
+    with contextlib.suppress(YAMLError):  # its grammar has no keys like file.py:function
+        if text.startswith("{"):
+            return OmegaConf.create(text)
     return text
 
 
@@ -175,16 +178,18 @@ def options_in(config):
 
 
 def roles_needed(config):
-    """The set of roles that this config has work for: actor, rollout and perhaps critic, ref and reward."""
+    """The set of roles that this config has work for: actor, mostly rollout, perhaps critic, ref, reward."""
     import algos
 
-    needed = {"actor", "rollout"}
+    needed = {"actor"} if config.trainer.replay else {"actor", "rollout"}
+    if config.reward_model.path and not config.trainer.replay:
+        needed.add("reward")
+    if config.rollout.only:
+        return needed
     if "values" in inspect.signature(algos.ADVANTAGES[config.algorithm.advantage]).parameters:
         needed.add("critic")
     if config.algorithm.kl_in_reward or config.actor.kl_coef:
         needed.add("ref")
-    if config.reward_model.path:
-        needed.add("reward")
     return needed
 
 
@@ -223,9 +228,11 @@ def check(config):
     """
     import algos
     import data
+    import scoring
 
     now, default = options_in(config), options_in(load())
     algorithm, actor, critic, rollout = config.algorithm, config.actor, config.critic, config.rollout
+    talks, replay = rollout.tools or rollout.interaction, config.trainer.replay
 
     def require(holds, key, right):
         if not holds:
@@ -263,6 +270,11 @@ def check(config):
         "actor.kl_estimator": actor.kl_coef == 0 and "actor.kl_coef is 0",
         "actor.min_lr_ratio": actor.schedule == "constant" and "actor.schedule is constant",
         "critic.min_lr_ratio": critic.schedule == "constant" and "critic.schedule is constant",
+        "rollout.tool_parser": not rollout.tools and "rollout.tools is {}",
+        "rollout.max_turn*": not talks and "rollout.tools and rollout.interaction are {}",
+        "rollout.tool_timeout": not talks and "rollout.tools and rollout.interaction are {}",
+        "rollout.only": replay and "trainer.replay has no rollout",
+        "rollout.oversample": replay and "trainer.replay has no rollout",
         "rollout.correction_cap": rollout.correction == "off" and "rollout.correction is off",
         "reward.overlong_penalty": config.reward.overlong_buffer == 0 and "reward.overlong_buffer is 0",
         "reward_model.*": "reward" not in needed and "reward_model.path is null",
@@ -327,7 +339,17 @@ def check(config):
         elif path.count("/") != 1 or Path(path).parent.is_dir():  # what is left may be a name on the hub
             right = "must be a folder, org/name on the hub, or file.py:function"
             require(Path(path).is_dir(), key, right)
-    data.check(config.data, config.reward)
+    for key in ("rollout.tools", "rollout.interaction"):
+        for spec, arguments in now[key].items():
+            require(isinstance(arguments, dict), key, "must be {path/to/file.py:name: {argument: value}}")
+            data.load_function(spec, key)
+    require(len(rollout.interaction) < 2, "rollout.interaction", "must be one")
+    remax = algorithm.advantage == "remax"
+    require(not rollout.oversample or not remax, "rollout.oversample", "must be 0 for remax")
+    right = "must be a folder with step_1.pt, as trainer.record leaves it"
+    require(not replay or Path(replay, "step_1.pt").is_file(), "trainer.replay", right)
+    data.check(config.data)
+    scoring.reward_function(config.reward.function)
     check_engine_args(rollout.engine_args)
 
 

@@ -1,4 +1,4 @@
-"""Data: rows from any source, prompts as token ids, the batch and its splitting, rewards.
+"""Data: rows from any source, prompts as token ids, the batch and its splitting.
 
 A batch is a plain dict of equal-length lists, one entry per response (before generation: per prompt).
 Token-level columns are 1-D tensors over that response; `pad` is for who needs them as one tensor. A prompt
@@ -7,22 +7,14 @@ planned here (`micro_batches`) and laid out in workers.py. Left out: streaming (
 
 A wrong input raises ValueError with one line: the option or file, its value, and what would be right.
 """
-import asyncio
-import ctypes
 import functools
 import hashlib
 import json
-import math
-import multiprocessing
 import random
 import runpy
-import signal
-import sys
-import traceback
 import urllib.parse
 from pathlib import Path
 
-import pebble
 import torch
 import yaml
 
@@ -84,22 +76,32 @@ def load_rows(spec, options, key="data.train"):
         raise ValueError(f"{key}={spec}: {' '.join(text.split())}") from error
 
 
+def check(options):
+    """Refuses a config's `data` section whose rows cannot be read, by reading the first of each source."""
+    for key, spec in (("data.train", options.train), ("data.val", options.val)):
+        if spec is not None:
+            next(load_rows(spec, options, key), None)
+
+
 # ---- prompts ----
 
-def encode(tokenizer, prompt, system=None):
+def encode(tokenizer, prompt, system=None, tools=None):
     """(the prompt as asked, its ids): the chat template, or else special tokens, applied exactly once.
 
     With a chat template a string becomes a user message, with `system` before it; without one it stays text,
-    and transformers raises ValueError for messages and for `system`.
+    and transformers raises ValueError for messages and for `system`. The template shows `tools`, JSON
+    schemas, to the model; for one that does not, `system` may have "{tools}" in it.
     """
     if isinstance(prompt, str) and not system and not tokenizer.chat_template:
         has_bos = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
         return prompt, tokenizer(prompt, add_special_tokens=not has_bos)["input_ids"]
-    messages = [{"role": "system", "content": system}] if system else []
+    shown = (system or "").replace("{tools}", "\n".join(map(json.dumps, tools or ())))
+    messages = [{"role": "system", "content": shown}] if system else []
     messages += [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages):
         raise ValueError(f"{prompt} must be messages with role and content")  # a template may not mind
-    return messages, tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    return messages, tokenizer.apply_chat_template(
+        messages, tools=tools or None, add_generation_prompt=True, return_dict=False)
 
 
 class Prompts:
@@ -107,15 +109,18 @@ class Prompts:
 
     The position is `cursor`, the number of batches drawn. `options` is the config's `data` section. For
     validation leave `batch_size` out and use `all()`. Prompts found in `exclude`, a Prompts, are dropped.
+    `tools` are the JSON schemas of what the model may call.
     """
 
-    def __init__(self, spec, tokenizer, options, seed=1, batch_size=1, key="data.train", exclude=None):
+    def __init__(self, spec, tokenizer, options, seed=1, batch_size=1, key="data.train", exclude=None,
+                 tools=None):
         self.name, self.seed, self.batch_size, self.cursor = f"{key}={spec}", seed, batch_size, 0
         self.shuffle, limit, mode = options.shuffle, options.max_prompt_length, options.overlong
         rows = list(load_rows(spec, options, key))
         for number, row in enumerate(rows):
             try:
-                row["prompt"], row["prompt_ids"] = encode(tokenizer, row["prompt"], options.system)
+                row["prompt"], row["prompt_ids"] = encode(tokenizer, row["prompt"], options.system,
+                                                           tools)
             except Exception as error:  # of templates that refuse messages, each in its own way
                 raise ValueError(f"{self.name}: row {number} is no prompt here: {error}") from error
             if not row["prompt_ids"]:
@@ -261,103 +266,3 @@ def micro_batches(batch, budget, share_prompt=True, unit_tokens=1024):
              for unit in _chunks(group, lambda rows: _tokens(batch, rows) <= limit)]
     units.sort(key=lambda unit: -_tokens(batch, unit))
     return _chunks(units, lambda units: len(units) * _tokens(batch, units[0]) <= budget)
-
-
-# ---- rewards ----
-
-PACKAGES = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}
-
-
-def reward_function(spec):
-    """What `path/to/file.py:function` names, or a function's name alone in recipes/rewards.py."""
-    return load_function(spec, "reward.function", str(Path(__file__).parent / "recipes/rewards.py"))
-
-
-def check(data, reward):
-    """Refuses what cannot work in the config's `data` and `reward` sections, before any process starts."""
-    for key, spec in (("data.train", data.train), ("data.val", data.val)):
-        if spec is not None:
-            next(load_rows(spec, data, key), None)
-    reward_function(reward.function)
-
-
-def _call(spec, response, answer, row):
-    """One score as a dict of floats. Any error leaves as a RuntimeError: others need not survive pickling."""
-    try:
-        result = reward_function(spec)(response, answer, row)
-        result = asyncio.run(result) if asyncio.iscoroutine(result) else result
-        result = result if isinstance(result, dict) else {"score": result}
-        result["score"] = math.nan if result["score"] is None else float(result["score"])
-        if math.isinf(result["score"]):
-            raise ValueError("an infinite score would make the loss NaN")
-        return {name: float(value) for name, value in result.items() if isinstance(value, (int, float))}
-    except BaseException:
-        raise RuntimeError(traceback.format_exc()) from None
-
-
-def _begin(spec):
-    """The start of a scoring process: it will die with the trainer, and loads the function beforehand."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    reward_function(spec)
-
-
-class Rewards:
-    """Scores responses in processes that can be killed: a function that hangs or crashes costs its sample.
-
-    `options` is the config's `reward` section; `max_response_length` is in tokens.
-    """
-
-    def __init__(self, options, tokenizer, max_response_length, workers=2):
-        self.options, self.tokenizer, self.max_response_length = options, tokenizer, max_response_length
-        self.shown = False  # has a failed score been shown?
-        # a trainer with threads must not be forked
-        multiprocessing.set_forkserver_preload(["data", PACKAGES.get(options.function, "data")])
-        self.pool = pebble.ProcessPool(workers, context=multiprocessing.get_context("forkserver"),
-                                       initializer=_begin, initargs=(options.function,))
-
-    def close(self):
-        self.pool.stop()
-        self.pool.join()
-
-    def __call__(self, batch, training=True):
-        """Scores every response: returns (batch with new columns, metrics), raises RuntimeError if all fail.
-
-        New columns: response (text), scores (float; NaN where the function gave None or NaN),
-        token_level_scores (1-D: the score on the last token the model wrote, else 0). The function's other
-        numbers become metrics reward/<key>.
-        The batch's model_scores (floats), if it has them, are added to the scores. In training, scores
-        include the penalty for nearing max_response_length (DAPO, arXiv 2503.14476, eq. 13), and with
-        mask_truncated a cut response has a response_mask of 0.
-        """
-        options, masks, limit = self.options, batch["response_mask"], self.max_response_length
-        texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in batch["response_ids"]]
-        tasks = [(options.function, *task) for task in zip(texts, batch["answer"], batch["entry"])]
-        futures = [self.pool.schedule(_call, task, timeout=options.timeout) for task in tasks]
-        errors = [future.exception() for future in futures if future.exception()]  # waits
-        timeouts = sum(isinstance(error, TimeoutError) for error in errors)
-        if errors:
-            text = f"{options.function}: {len(errors)} of {len(tasks)} scores failed: {errors[0]}"
-            if len(errors) == len(tasks):
-                raise RuntimeError(text)
-            if not self.shown:
-                print(text, file=sys.stderr)
-            self.shown = True
-        results = [{} if future.exception() else future.result() for future in futures]
-        scores = torch.tensor([r.get("score", options.fallback) for r in results], dtype=torch.float64)
-        scores += torch.tensor(batch.get("model_scores", 0.0))
-        lengths = torch.tensor([mask.sum() for mask in masks]).double()
-        metrics = {"reward/errors": len(errors) - timeouts, "reward/timeouts": timeouts,
-                   "reward/mean": scores.nanmean(), "reward/std": scores[~scores.isnan()].std(correction=0),
-                   "response/length_mean": lengths.mean(), "response/length_max": lengths.max(),
-                   "response/truncated": batch["finish_reason"].count("length") / len(masks)}
-        if training and options.overlong_buffer:
-            scores -= options.overlong_penalty * (1 - (limit - lengths) / options.overlong_buffer).clamp(0, 1)
-        batch = {**batch, "response": texts, "scores": scores.tolist()}
-        batch["token_level_scores"] = [torch.zeros(len(mask)).index_fill(0, mask.nonzero()[-1:, 0], score)
-                                       for mask, score in zip(masks, batch["scores"])]
-        for name in sorted({name for result in results for name in result} - {"score"}):
-            mean = torch.tensor([result.get(name, math.nan) for result in results]).nanmean()
-            metrics.setdefault(f"reward/{name}", mean)  # ours have the right to their names
-        if training and options.mask_truncated:
-            batch["response_mask"] = [m * (end != "length") for m, end in zip(masks, batch["finish_reason"])]
-        return batch, {name: float(value) for name, value in metrics.items()}

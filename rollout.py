@@ -6,13 +6,17 @@ processes of their own; the other ranks only help to gather the weights. The ord
     resume("weights") -> update_weights -> resume("kv_cache") -> generate ... -> release
 
 because released weights come back undefined: nothing is generated between a release and the next whole sync.
-Text, rewards and the split of a batch over ranks are not known here.
+Text (agent.py has it), rewards and the split of a batch over ranks are not known here.
 """
 
 import asyncio
 import atexit
+import functools
+import itertools
+import math
 import multiprocessing
 import os
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
@@ -20,18 +24,18 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from agent import Agent, Episode
 from engine import device_name, engine_arguments, free_address, start_engine
 
 MIB = 2**20
 ALIGNMENT = 16  # bytes; a tensor of any type may start at a multiple of it
-COLUMNS = ("response_ids", "response_mask", "rollout_logprobs", "turns", "finish_reason")
 
 
 class Rollout:
     """One rank's part of the engine.
 
     model_path: folder in Hugging Face format; only its configs are read, weights come by `update_weights`.
-    tokenizer: only for the id that ends a response; SGLang knows those of the model's configs itself.
+    tokenizer: for agent.py, and for the id that ends a turn; SGLang knows those of the model's configs.
     device: "cpu", or "cuda", where the current device is the first of the engine's.
     mesh: DeviceMesh over all ranks, one of its dimensions named "tp".
 
@@ -42,8 +46,7 @@ class Rollout:
         rollout = config.rollout
         self._device, self._seed, self._release = device, config.seed, rollout.release
         self._bucket_bytes = rollout.bucket_mb * MIB
-        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        self._limits = {"max_new_tokens": rollout.max_response_length, "stop_token_ids": end}
+        self._end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         self._tp, self._tp_group, rank = rollout.tp, mesh.get_group("tp"), mesh.get_local_rank("tp")
         self._engine, self._processes = None, []
         self._state, self.leads = "on another rank", rank == 0
@@ -67,58 +70,68 @@ class Rollout:
         if not self.leads:
             self._part = engine  # it obeys the engine's first node
             return
-        self._engine = engine
+        self._engine, self._agent = engine, Agent(config, tokenizer)
         atexit.register(self.shutdown)
         self.release()
 
-    def generate(self, batch, *, step, sampling):
-        """Answer every prompt of the batch.
+    def generate(self, batch, *, step, sampling, share=1.0):
+        """Play an episode for every row of the batch: see agent.py. Without tools it is one response.
 
         batch: lists of equal length: `prompt_ids` (1-D int64 each), `uid` (int, the prompt), `sample` (int,
-        which of its responses). sampling: SGLang's parameters, at least `temperature` (0 is greedy).
+        which of its responses), and what the agent reads. sampling: SGLang's parameters, at least
+        `temperature` (0 is greedy). share: as soon as this share of the prompts is complete, in all of its
+        samples, the rest is aborted.
         Returns the batch with `response_ids` (1-D int64, the token that ended it included), `response_mask`
         (1-D float32), `rollout_logprobs` (1-D float32, at the sampling temperature; at 1 when greedy),
-        `turns` (int) and `finish_reason` ("stop" or "length").
+        `turns` (int) and `finish_reason` ("stop", "length", "turns", "error" or "abort").
         Raises RuntimeError before a whole sync, when a request fails, and when an engine process has died.
         """
         self._expect("ready", "generate")
-        rows = list(zip(batch["prompt_ids"], batch["uid"], batch["sample"], strict=True))
-        outputs = self._call(self._engine.loop.run_until_complete, self._respond_all(rows, step, sampling))
-        return {**batch, **{column: [output[column] for output in outputs] for column in COLUMNS}}
+        rows = [dict(zip(batch, row)) for row in zip(*batch.values(), strict=True)]
+        episodes = self._play_all(rows, step, sampling, share)
+        outputs = self._call(self._engine.loop.run_until_complete, episodes)
+        return {**batch, **{column: [output[column] for output in outputs] for column in outputs[0]}}
 
-    async def _respond_all(self, rows, step, sampling):
-        """All responses at once; how many run together is the engine's business."""
-        prompts = {uid: prompt_ids for prompt_ids, uid, _ in rows}
-        # SGLang computes a prompt again for each of its responses when they arrive together. So a request
-        # for no tokens computes it first, and the responses find it in the prefix cache.
-        cached = {
-            uid: asyncio.ensure_future(self._respond(prompt_ids, {"max_new_tokens": 0}))
-            for uid, prompt_ids in prompts.items()
-        }
+    async def _play_all(self, rows, step, sampling, share):
+        """All episodes at once; how many run together is the engine's business. Returns their columns."""
+        episodes, groups = [Episode(self._agent, row) for row in rows], defaultdict(list)
+        for episode in episodes:
+            groups[episode.row["uid"]].append(episode)
 
-        async def respond(prompt_ids, uid, sample):
-            await cached[uid]
-            seed = sampling_seed(self._seed, step, uid, sample)
-            return await self._respond(prompt_ids, {**self._limits, "sampling_seed": seed, **sampling})
+        async def play(group):
+            # SGLang computes a prompt again for each of its responses when they arrive together. So a
+            # request for no tokens computes it first, and the responses find it in the prefix cache.
+            await self._write(group[0].row["prompt_ids"].tolist(), {"max_new_tokens": 0})
+            writers = [functools.partial(self._write_turn, episode.row, step, sampling) for episode in group]
+            await asyncio.gather(*(episode.play(write) for episode, write in zip(group, writers)))
+            return group
 
-        return await asyncio.gather(*(respond(*row) for row in rows))
+        playing = [asyncio.ensure_future(play(group)) for group in groups.values()]
+        wanted = math.ceil(round(share * len(playing), 6))
+        whole = [await group for group in itertools.islice(asyncio.as_completed(playing), wanted)]
+        if wanted < len(playing):
+            self._engine.tokenizer_manager.abort_request(abort_all=True)
+            for group in playing:
+                group.cancel()
+            await asyncio.wait(playing)
+        complete = {id(episode) for group in whole for episode in group}
+        ended = [e if id(e) in complete else Episode(self._agent, e.row) for e in episodes]
+        return [episode.columns() for episode in ended]
 
-    async def _respond(self, prompt_ids, sampling):
-        """One response to one prompt, as a dict of columns."""
-        answer = await self._engine.async_generate(
-            input_ids=prompt_ids.tolist(), sampling_params=sampling, return_logprob=True
-        )
-        ids, meta = answer["output_ids"], answer["meta_info"]
-        finish = meta["finish_reason"]
+    async def _write_turn(self, row, step, sampling, ids, most, turn):
+        """What an episode calls to have the model write its next turn: see agent.py."""
+        seed = sampling_seed(self._seed, step, row["uid"], row["sample"], turn)
+        limits = {"max_new_tokens": most, "stop_token_ids": self._end, "sampling_seed": seed}
+        return await self._write(ids, limits | sampling)
+
+    async def _write(self, ids, sampling):
+        """The ids that the engine adds, their log-probs, and why it stopped."""
+        options = {"sampling_params": sampling, "return_logprob": True}
+        answer = await self._engine.async_generate(input_ids=ids, **options)
+        finish, logprobs = answer["meta_info"]["finish_reason"], answer["meta_info"]["output_token_logprobs"]
         if finish["type"] == "abort":
-            raise RuntimeError(f"the engine gave up a prompt of {len(prompt_ids)} tokens: {finish}")
-        return {
-            "response_ids": torch.tensor(ids, dtype=torch.int64),
-            "response_mask": torch.ones(len(ids), dtype=torch.float32),
-            "rollout_logprobs": torch.tensor([logprob for logprob, *_ in meta["output_token_logprobs"]]),
-            "turns": 1,
-            "finish_reason": finish["type"],
-        }
+            raise RuntimeError(f"the engine gave up a prompt of {len(ids)} tokens: {finish}")
+        return answer["output_ids"], [logprob for logprob, *_ in logprobs], finish["type"]
 
     def update_weights(self, named_tensors):
         """Replace all weights. Every rank must call this, and walks through the whole iterator.
@@ -271,6 +284,6 @@ def shared_memory(size):
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
-def sampling_seed(seed, step, uid, sample):
-    """The seed of one response: 63 bits, hashed from what it depends on, all non-negative integers."""
-    return int(np.random.SeedSequence([seed, step, uid, sample]).generate_state(1, np.uint64)[0]) >> 1
+def sampling_seed(seed, step, uid, sample, turn):
+    """The seed of one turn: 63 bits, hashed from what it depends on, all non-negative integers."""
+    return int(np.random.SeedSequence([seed, step, uid, sample, turn]).generate_state(1, np.uint64)[0]) >> 1

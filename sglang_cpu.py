@@ -46,6 +46,8 @@ def environment(tp):
         "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // tp)),  # Ray sets 1
         # Threads that spin while they wait make small products up to 20 times slower on a busy machine.
         "OMP_WAIT_POLICY": "PASSIVE",
+        "MALLOC_MMAP_MAX_": "0",  # freed memory is kept, see workers.py
+        "MALLOC_TRIM_THRESHOLD_": "-1",
     }
 
 

@@ -25,6 +25,8 @@ import config as configuration
 # The token columns that advantages are made from; the first three are always there.
 PADDED = ("response_mask", "old_logprobs", "token_level_scores", "rollout_logprobs", "ref_logprobs", "values",
           "entropy")
+SAMPLED = ("uid", "sample", "source", "prompt", "response", "answer", "scores", "finish_reason",
+           "transcript")  # of samples.jsonl
 SHOWN = ("reward/mean", "response/length_mean", "actor/ppo_kl", "perf/", "val/")  # on the screen, each step
 
 
@@ -141,13 +143,16 @@ class Trainer:
         for role in configuration.roles_needed(config):
             models.check_shape(role, self.paths[role], config)
         self.tokenizer = data.load_tokenizer(config.model.tokenizer or path, trust)
+        tools = Agent(config, self.tokenizer).schemas
         self.reward_tokenizer = data.load_tokenizer(other, trust) if other else None
         self.val_prompts = None
         if config.data.val:
-            self.val_prompts = data.Prompts(config.data.val, self.tokenizer, config.data, key="data.val")
+            source = config.data.val, self.tokenizer, config.data
+            self.val_prompts = data.Prompts(*source, key="data.val", tools=tools)
         held_out = self.val_prompts if config.data.val != config.data.train else None
-        order = config.seed, config.data.batch_size
-        self.prompts = data.Prompts(config.data.train, self.tokenizer, config.data, *order, exclude=held_out)
+        source = config.data.train, self.tokenizer, config.data
+        order = config.seed, config.data.batch_size + config.rollout.oversample
+        self.prompts = data.Prompts(*source, *order, exclude=held_out, tools=tools)
         self.total = config.trainer.steps or config.trainer.epochs * self.prompts.steps_per_epoch
         self.step, self.kl_coef, self.awake, self.metrics = 0, config.algorithm.kl_coef, False, {}
         self.best = -math.inf  # mean validation score over sources
@@ -159,7 +164,7 @@ class Trainer:
         """Start all processes. The engine comes last, when the memory that is left is known."""
         config, longest = self.config, self.config.rollout.max_response_length
         if self.main:
-            self.rewards = data.Rewards(config.reward, self.tokenizer, longest, config.data.num_workers)
+            self.rewards = scoring.Rewards(config.reward, self.tokenizer, longest, config.data.num_workers)
         group_class = RayGroup if self.launch == "ray" else SpmdGroup
         for name, pool in config.pools.items():
             self.pools.append(group_class(config, name, pool))
@@ -202,7 +207,8 @@ class Trainer:
         """The run: validate, then train, validate and save step by step."""
         every = self.config.validation.every
         self.resume()
-        if self.step == 0 and self.config.validation.before and self.val_prompts:
+        validates = self.val_prompts and "rollout" in self.groups
+        if self.step == 0 and self.config.validation.before and validates:
             self.validate()
             self.write_metrics()
         steps = range(self.step + 1, self.total + 1)
@@ -215,7 +221,7 @@ class Trainer:
             if profiled and self.step == profiled[-1]:
                 self.groups["actor"].call("stop_profile", str(self.directory))
             last = self.step == self.total
-            if self.val_prompts and (last or (every and self.step % every == 0)):
+            if validates and (last or (every and self.step % every == 0)):
                 self.validate()
             self.write_metrics()
             if last or (self.config.trainer.save_every and self.step % self.config.trainer.save_every == 0):
@@ -227,9 +233,16 @@ class Trainer:
     def train_step(self):
         """One step, as README.md draws it: columns are added to the batch, then the models learn."""
         start = time.perf_counter()
-        self.wake()
-        batch = self.collect()
-        self.sleep()
+        if self.config.trainer.replay:
+            batch = self.replay()
+        else:
+            self.wake()
+            batch = self.collect()
+            self.sleep()
+        if self.config.trainer.record:
+            self.once(self.record, batch)
+        if self.config.rollout.only:
+            return self.once(self.write_samples, batch)
         for role, phase in (("actor", "old_logprobs"), ("ref", "ref_logprobs"), ("critic", "values")):
             if role in self.groups and (role != "actor" or self.config.actor.old_logprobs == "recompute"):
                 with self.phase(phase):
@@ -262,7 +275,7 @@ class Trainer:
         """The step's scored responses.
 
         With dynamic sampling (DAPO, arXiv 2503.14476) groups whose rewards are all equal are thrown away, and
-        more prompts are drawn, at most `algorithm.dynamic_sampling` times in all.
+        more prompts are drawn, at most `algorithm.dynamic_sampling` times in all. With 1 the rest is enough.
         """
         wanted = self.config.data.batch_size * self.config.rollout.n
         draws, kept = self.config.algorithm.dynamic_sampling, []
@@ -276,7 +289,7 @@ class Trainer:
             if len(whole["uid"]) >= wanted:
                 break
         if not whole["uid"]:
-            raise RuntimeError(f"algorithm.dynamic_sampling={draws}: all groups drawn have equal rewards")
+            return batch  # all advantages are 0: a step that changes little
         self.metrics |= {"dynamic/draws": drawn, "dynamic/thrown": drawn * wanted - len(whole["uid"])}
         return data.select(whole, range(min(wanted, len(whole["uid"]))))
 
@@ -284,7 +297,8 @@ class Trainer:
         """The next prompts, answered `rollout.n` times and scored."""
         rollout, prompts = self.config.rollout, self.prompts.next()
         sampling = {name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k", "min_p")}
-        batch, metrics = self.answer(data.repeat(prompts, rollout.n), sampling, self.step, "rollout")
+        share = self.config.data.batch_size / self.prompts.batch_size  # below 1 with over-sampling
+        batch, metrics = self.answer(data.repeat(prompts, rollout.n), sampling, self.step, "rollout", share)
         self.metrics |= metrics
         if self.config.algorithm.advantage == "remax":  # a greedy response is its prompt's baseline
             once, greedily = data.repeat(prompts, 1), {"temperature": 0.0}
@@ -293,12 +307,14 @@ class Trainer:
             batch["reward_baselines"] = [baselines[uid] for uid in batch["uid"]]
         return batch
 
-    def answer(self, prompts, sampling, step, phase):
+    def answer(self, prompts, sampling, step, phase, share=1.0):
         """The prompts with responses and scores, by the function and the reward model, and metrics of these.
-        Step 0 is a validation: no penalties."""
+        Step 0 is a validation: no penalties. Only this share of the prompts is kept, the first to be done."""
         with self.phase(phase):
             together = self.config.rollout.tp
-            batch = self.groups["rollout"].map("generate", prompts, step, sampling, together=together)
+            batch = self.groups["rollout"].map("generate", prompts, step, sampling, share, together=together)
+            whole = [row for row, end in enumerate(batch["finish_reason"]) if end != "abort"]
+            batch = data.select(batch, whole[: round(share * len(batch["uid"]))])
         if "reward" in self.groups:
             with self.phase("reward_model"):
                 rows = data.conversations(batch, self.tokenizer, self.reward_tokenizer)
@@ -309,25 +325,39 @@ class Trainer:
             return self.once(self.rewards, batch, step > 0)
 
     def validate(self):
-        """The mean score of the validation prompts of every source; all samples go to samples.jsonl."""
+        """Scores of all validation prompts, by source; all samples go to samples.jsonl."""
         validation = self.config.validation
         self.wake()
         prompts = data.repeat(self.val_prompts.all(), validation.n)
         batch, _ = self.answer(prompts, {"temperature": validation.temperature}, 0, "validate")
-        for source in sorted(set(batch["source"])):
-            scores = [score for score, name in zip(batch["scores"], batch["source"]) if name == source]
-            self.metrics[f"val/{source}/mean@{validation.n}"] = torch.tensor(scores).nanmean().item()
-        means = [value for name, value in self.metrics.items() if name.startswith("val/")]
+        found = scoring.validation_metrics(batch, validation.n)
+        means = [value for name, value in found.items() if "/mean@" in name]
         self.best = max(self.best, sum(means) / len(means))
-        self.metrics["val/best"] = self.best
-        if self.main:
-            columns = ("uid", "sample", "source", "prompt", "response", "answer", "scores", "finish_reason")
-            rows = [dict(zip(columns, row)) for row in zip(*(batch[name] for name in columns))]
-            with open(self.directory / "samples.jsonl", "a") as file:
-                file.writelines(json.dumps({"step": self.step, **row}, default=str) + "\n" for row in rows)
-            for row in rows[: validation.samples]:
-                shown = f"{str(row['prompt'])[-60:]} -> {row['response'][:60]!r} (answer {row['answer']!r})"
-                tqdm.write(f"  {row['scores']:5.2f}  {shown}")
+        self.metrics |= found | {"val/best": self.best}
+        self.once(self.write_samples, batch)
+
+    def write_samples(self, batch):
+        """Append all samples to samples.jsonl and show a few."""
+        rows = [dict(zip(batch, row)) for row in zip(*batch.values())]
+        rows = [{name: row[name] for name in SAMPLED if name in row} for row in rows]
+        with open(self.directory / "samples.jsonl", "a") as file:
+            file.writelines(json.dumps({"step": self.step, **row}, default=str) + "\n" for row in rows)
+        for row in rows[: self.config.validation.samples]:
+            shown = f"{str(row['prompt'])[-60:]} -> {row['response'][:60]!r} (answer {row['answer']!r})"
+            tqdm.write(f"  {row['scores']:5.2f}  {shown}")
+
+    def record(self, batch):
+        """Keep the scored batch and what was measured of it, for `trainer.replay`."""
+        (self.directory / "records").mkdir(exist_ok=True)
+        torch.save((batch, self.metrics), self.directory / f"records/step_{self.step}.pt")
+
+    def replay(self):
+        """The step's batch as another run recorded it: what follows then gives the same numbers."""
+        path = f"{self.config.trainer.replay}/step_{self.step}.pt"
+        batch, metrics = torch.load(path, weights_only=False)
+        clocks = "time/", "mem/"
+        self.metrics |= {name: value for name, value in metrics.items() if not name.startswith(clocks)}
+        return batch
 
     # -- advantages and updates
 
@@ -466,7 +496,7 @@ def checkpoints(directory):
 def run(config):
     """Train as `config` (already checked) says. Whatever ends it, no process of the run stays behind."""
     # Seconds of imports, which a run with a wrong config is spared.
-    global PlacementGroup, Worker, algos, data, free_address, models, ray, tensorboard, torch
+    global Agent, PlacementGroup, Worker, algos, data, free_address, models, ray, scoring, tensorboard, torch
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # libraries' words about kernels that are not here
     os.environ.setdefault("RAY_worker_niceness", "0")  # with Ray's 15 every other program would go first
     if config.ray.address is None:
@@ -480,6 +510,8 @@ def run(config):
     import data
     import models
     import report
+    import scoring
+    from agent import Agent
     from engine import free_address
     from workers import Worker
 

@@ -1,14 +1,15 @@
-"""The problems of chain_sum.yaml: reasoning-gym's sums and differences of two digits, the rare kind more often."""
+"""The problems of chain_sum.yaml: reasoning-gym's sums and differences of two digits, in an order that helps."""
 
-NEGATIVE = 0.5  # the share of problems with a negative result; as they come it is 0.2, and tries at them are rare
+FIRST = 100  # rows in which every second result is negative; after that they come as reasoning-gym draws them
 
 
 def problems():
-    """Rows of reasoning_gym:chain_sum, 1024 drawn, as many of them kept as give that share."""
+    """1,124 rows of reasoning_gym:chain_sum. A fifth of the results is negative, and the model's tries at these
+    are so rare that it would stop trying before it is ever rewarded; so it meets them more often at first."""
     import reasoning_gym
     size = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
     rows = reasoning_gym.create_dataset("chain_sum", **size, size=1024, seed=1)
     rows = [{"prompt": row["question"], "answer": row["answer"], "source": "chain_sum"} for row in rows]
     negative = [row for row in rows if int(row["answer"]) < 0]
     others = [row for row in rows if int(row["answer"]) >= 0]
-    return negative + others[:round(len(negative) * (1 - NEGATIVE) / NEGATIVE)]
+    return [row for pair in zip(negative, others) for row in pair][:FIRST] + rows

@@ -1,7 +1,7 @@
 """Reward functions that `reward.function` takes by their name alone. Yours may stand in any file.
 
 Each takes the response (text), the row's answer and the row as it was found, and returns a float, None for "not
-scored", or a dict with "score" and other numbers, which become metrics.
+scored", or a dict with "score", perhaps "prediction" (for maj@n), and other numbers, which become metrics.
 """
 import math as mathematics
 import re
@@ -26,7 +26,8 @@ def last_number(text):
 
 def number(response, answer, row):
     """1 if the last number of the response is the answer's."""
-    return float(mathematics.isclose(last_number(response), last_number(str(answer))))
+    found = last_number(response)
+    return {"score": mathematics.isclose(found, last_number(str(answer))), "prediction": found}
 
 
 def math(response, answer, row):
@@ -34,7 +35,8 @@ def math(response, answer, row):
     from math_verify import grader, parse, parser, verify
     grader.logger.disabled = parser.logger.disabled = True  # they warn that there are no timeouts
     truth = parse(f"${answer}$", parsing_timeout=None) or parse(str(answer), parsing_timeout=None)
-    return float(verify(truth, parse(response, parsing_timeout=None), timeout_seconds=None))
+    found = parse(response, parsing_timeout=None)
+    return {"score": verify(truth, found, timeout_seconds=None), "prediction": found[-1] if found else ""}
 
 
 def reasoning_gym(response, answer, row):

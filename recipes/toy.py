@@ -11,19 +11,19 @@ FOLDER = Path(__file__).resolve().parent.parent / "models" / "toy"
 WORDS = ["<pad>", "<eos>", *"0123456789", "+", "=", " "]
 
 
-def build():
+def build(folder=FOLDER, words=WORDS, chat_template=None):
     """The folder of the model in Hugging Face format, made on first use: 75 thousand parameters."""
-    if FOLDER.is_dir():
-        return FOLDER
+    if folder.is_dir():
+        return folder
     import tokenizers
     import torch
     import transformers
-    words = {word: number for number, word in enumerate(WORDS)}
+    words = {word: number for number, word in enumerate(words)}
     characters = tokenizers.Tokenizer(tokenizers.models.WordLevel(words))
     characters.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     characters.decoder = tokenizers.decoders.Fuse()
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>")
+        tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", chat_template=chat_template)
     config = transformers.Qwen2Config(
         vocab_size=len(words), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=256,
@@ -32,14 +32,14 @@ def build():
     with torch.random.fork_rng():
         torch.manual_seed(1)
         model = transformers.Qwen2ForCausalLM(config)
-    beside = FOLDER.with_name(f"toy.{os.getpid()}")
+    beside = folder.with_name(f"{folder.name}.{os.getpid()}")
     model.save_pretrained(beside)
     tokenizer.save_pretrained(beside)
     try:
-        beside.rename(FOLDER)
+        beside.rename(folder)
     except OSError:  # another process was first
         shutil.rmtree(beside)
-    return FOLDER
+    return folder
 
 
 def problems():

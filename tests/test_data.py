@@ -16,6 +16,7 @@ import torch
 import transformers
 
 import data
+import scoring
 from recipes import rewards as scoring
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
@@ -84,7 +85,7 @@ def score(tmp_path):
             file = tmp_path / f"reward{len(opened)}.py"
             file.write_text(function)
             function = f"{file}:score"
-        rewards = data.Rewards(reward_options(function=function, **options), Echo(texts), limit, workers=2)
+        rewards = scoring.Rewards(reward_options(function=function, **options), Echo(texts), limit, workers=2)
         opened.append(rewards)
         return rewards(responses(texts, answers, lengths, reasons), training)
 
@@ -369,7 +370,7 @@ def test_scores_land_on_the_last_written_token():  # fault 4, and tool tokens af
     masks = [[1, 1, 1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 1], [0, 0]]
     batch = responses(["yes"] * 5, ["yes"] * 5, [len(mask) for mask in masks])
     batch["response_mask"] = [torch.tensor(mask) for mask in masks]
-    rewards = data.Rewards(reward_options(), Echo(["yes"] * 5), 8, workers=1)
+    rewards = scoring.Rewards(reward_options(), Echo(["yes"] * 5), 8, workers=1)
     batch, metrics = rewards(batch)
     rewards.close()
     assert [scores.tolist() for scores in batch["token_level_scores"]] == [
@@ -480,14 +481,15 @@ def test_overlong_penalty_and_truncation(score):  # DAPO eq. 13: 0 up to 8 - 4 t
 
 def test_check(tmp_path):
     section = data_options(train="recipes/toy.py:problems", val=None)
-    data.check(section, reward_options(function="recipes/toy.py:score"))
-    for word, changes in [("reward.function=exakt: there is no file", {"function": "exakt"}),
-                          ("no function 'scores'", {"function": "recipes/toy.py:scores"})]:
+    data.check(section)
+    assert scoring.reward_function("recipes/toy.py:score")
+    for word, function in [("reward.function=exakt: there is no file", "exakt"),
+                           ("no function 'scores'", "recipes/toy.py:scores")]:
         with pytest.raises(ValueError, match=word):
-            data.check(section, reward_options(**changes))
+            scoring.reward_function(function)
     section.val = write_rows(tmp_path / "val.jsonl", [{"question": "w9"}])
     with pytest.raises(ValueError, match="data.val=.*row 0 has question; see data.prompt_key"):
-        data.check(section, reward_options())
+        data.check(section)
 
 
 def test_nothing_to_split():

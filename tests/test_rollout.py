@@ -53,7 +53,8 @@ def start(path, ranks=(1, 1), **changes):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     settings = dict(
         max_response_length=RESPONSE, tp=1, dtype="float32", kv_tokens=KV_TOKENS, mem_fraction=0.5,
-        bucket_mb=16, release=True, engine_args={},
+        bucket_mb=16, release=True, engine_args={}, tools={}, interaction={}, tool_timeout=5.0, max_turns=1,
+        max_turn_tokens=None,
     )
     mesh = dist.init_device_mesh("cpu", ranks, mesh_dim_names=("dp", "tp"))
     config = SimpleNamespace(
@@ -220,8 +221,8 @@ def test_seeds(ready):
     assert tokens(ready.generate(alone, step=5, sampling=SAMPLED)) == first[3:4]
     filtered = [ready.generate(batch, step=5, sampling={**SAMPLED, "top_p": 0.9}) for _ in range(2)]
     assert tokens(filtered[0]) == tokens(filtered[1])
-    seeds = {sampling_seed(1, *what) for what in itertools.product(range(9), repeat=3)}
-    assert len(seeds) == 9**3 and max(seeds) < 2**63
+    seeds = {sampling_seed(1, *what) for what in itertools.product(range(6), repeat=4)}
+    assert len(seeds) == 6**4 and max(seeds) < 2**63
 
 
 def test_draw_follows_the_distribution():

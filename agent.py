@@ -1,0 +1,310 @@
+"""Episodes: the model writes, tools or an interaction answer, and the model goes on.
+
+rollout.py runs one `Agent.episode` per sample, all of them at once, so no episode waits for another. Ids go
+in and ids come out: what the model wrote is never encoded again, and of the chat only new messages are
+rendered. The engine is known here as `write` only. Left out: turns that see images, calls while the model
+still writes.
+"""
+
+import asyncio
+import concurrent.futures
+import functools
+import inspect
+import json
+import logging
+import os
+import re
+import threading
+import traceback
+
+import torch
+
+import data
+
+MARK = "\ufdd0"  # a code point that is no character: where a text is cut before it is encoded
+BASE = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+THOUGHTFUL = {"role": "assistant", "content": "<think>\nx\n</think>\n\ny"}
+
+
+# ---- Tools and interactions --------------------------------------------------------------------------------
+
+
+def maker(spec, arguments, key):
+    """What makes one episode's instance of `path/to/file.py:name`: a function, called with `arguments` beside
+    its own, or a class, constructed with them, with `__call__` and perhaps `create(row)` and `close()`."""
+    named = data.load_function(spec, key)
+    if inspect.isclass(named):
+        return functools.partial(named, **arguments)
+    return functools.partial(functools.partial, named, **arguments)
+
+
+def tool_schemas(tools):
+    """JSON schemas of `rollout.tools` ({spec: arguments}), from type hints and docstrings (Google style).
+
+    What YAML gives is not the model's to choose and does not appear. Raises ValueError for a tool without
+    hints or docstring.
+    """
+    from transformers.utils import get_json_schema
+
+    schemas = []
+    for spec, arguments in tools.items():
+        try:
+            instance = maker(spec, arguments or {}, "rollout.tools")()
+            function = instance.func if isinstance(instance, functools.partial) else instance.__call__
+            schema = get_json_schema(function)
+        except Exception as error:  # of its constructor, or of the helper, about hints and docstrings
+            raise ValueError(f"rollout.tools={spec}: {' '.join(str(error).split())}") from error
+        schema["function"]["name"] = spec.rpartition(":")[2]
+        parameters = schema["function"]["parameters"]
+        for name in arguments or {}:
+            parameters["properties"].pop(name, None)
+        parameters["required"] = [name for name in parameters.get("required", []) if name not in arguments]
+        schemas.append(schema)
+    return schemas
+
+
+async def finished(function, seconds, /, *args, **kwargs):
+    """The result of a function, sync or async, or TimeoutError. A sync one has a thread of its own, so that
+    it holds nobody up; one that hangs keeps it until the process ends."""
+    future = concurrent.futures.Future()
+    future.set_running_or_notify_cancel()  # a result that comes too late is nobody's error
+
+    def work():
+        try:
+            future.set_result(function(*args, **kwargs))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    try:
+        async with asyncio.timeout(seconds):
+            result = await asyncio.wrap_future(future)
+            return await result if inspect.isawaitable(result) else result
+    except TimeoutError:
+        raise TimeoutError(f"no answer within {seconds} s") from None
+
+
+# ---- The chat template -------------------------------------------------------------------------------------
+
+
+class Chat:
+    """Renders what stands between two turns of the model, as it stands in the whole chat rendered at once.
+
+    Raises ValueError, with the reason, for a template with which that cannot be.
+    """
+
+    def __init__(self, tokenizer, schemas, roles):
+        self.tokenizer, self.schemas = tokenizer, schemas or None
+        if not tokenizer.chat_template:
+            raise ValueError("rollout.tools and rollout.interaction need a tokenizer with a chat template")
+        control = sorted(filter(None, tokenizer.get_added_vocab()), key=len, reverse=True)
+        self.control = re.compile("|".join(map(re.escape, control)) or "(?!)")
+        for role in roles:
+            try:
+                self.known = self.text(BASE, more=False).rindex("y") + 1
+                self.check(role)
+            except Exception as error:  # templates raise what they like
+                raise ValueError(f"the chat template cannot have turns with {role}: {error}") from error
+
+    def check(self, role):
+        """A chat must only ever grow, in text and in ids, or the trainer would learn from ids that the model
+        has not seen."""
+        messages = BASE[:1]
+        for _ in range(2):
+            before, new = self.text(messages), [{"role": role, "content": "z"}]
+            messages = [*messages, THOUGHTFUL, *new]
+            after, reply = self.text(messages), THOUGHTFUL["content"]
+            if not after.startswith(before + reply):
+                raise ValueError("it rewrites earlier turns (many drop the thinking in them)")
+            if self.ids(after) != self.ids(before) + self.ids(reply) + self.between(new):
+                raise ValueError("its turns have other ids alone than in the whole")
+
+    def text(self, messages, more=True):
+        options = {"tools": self.schemas, "tokenize": False, "add_generation_prompt": more}
+        return self.tokenizer.apply_chat_template(messages, **options)
+
+    def ids(self, text):
+        pieces = [self.tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in text.split(MARK)]
+        return [token for piece in pieces for token in piece]
+
+    def between(self, messages):
+        """Ids from the end of what the model said (its end-of-turn token comes first) to the start of its
+        next turn, with new messages. What looks like a control token in them is cut in two and stays text."""
+        cut = functools.partial(self.control.sub, lambda found: found[0][0] + MARK + found[0][1:])
+        plain = [{**m, "content": cut(m["content"].replace(MARK, ""))} for m in messages]
+        return self.ids(self.text([*BASE, *plain])[self.known :])
+
+
+# ---- The episode -------------------------------------------------------------------------------------------
+
+
+class Agent:
+    """What all episodes share, as the `rollout` section of the config says. Without tools and interaction an
+    episode is one turn, and no text is looked at.
+
+    Raises ValueError, in one line, for a tool, a parser or a chat template that cannot work.
+    """
+
+    def __init__(self, config, tokenizer):
+        rollout = config.rollout
+        self.tokenizer, self.seconds, self.max_turns = tokenizer, rollout.tool_timeout, rollout.max_turns
+        self.room = rollout.max_response_length
+        self.turn_room = rollout.max_turn_tokens or self.room
+        self.makers = {}
+        for key, role in (("tools", "tool"), ("interaction", "user")):
+            for spec, arguments in getattr(rollout, key).items():
+                name = spec.rpartition(":")[2] if role == "tool" else None
+                self.makers[name] = maker(spec, arguments, f"rollout.{key}")
+        self.schemas = tool_schemas(rollout.tools)
+        self.talks = bool(self.makers)
+        if self.talks:
+            roles = ["tool"] * bool(rollout.tools) + ["user"] * bool(rollout.interaction)
+            self.chat = Chat(tokenizer, self.schemas, roles)
+        if rollout.tools:
+            self.parser = call_parser(rollout.tool_parser, self.schemas)
+
+
+def call_parser(name, schemas):
+    """SGLang's reader of the tool calls that models of one family write."""
+    os.environ["SGLANG_FORWARD_UNKNOWN_TOOLS"] = "1"  # or a call of an unknown tool looks like none
+    from sglang.srt.entrypoints.openai.protocol import Tool
+    from sglang.srt.function_call.function_call_parser import FunctionCallParser
+
+    logging.getLogger("sglang.srt.function_call").setLevel(logging.CRITICAL)  # the model hears of it
+    known = FunctionCallParser.ToolCallParserEnum
+    if name not in known:
+        raise ValueError(f"rollout.tool_parser={name!r} must be one of {', '.join(known)}")
+    return FunctionCallParser([Tool.model_validate(schema) for schema in schemas], name)
+
+
+class Episode:
+    """One sample in the making: `play` it, and read its `columns`. `row` is its row of the batch."""
+
+    def __init__(self, agent, row):
+        self.agent, self.row = agent, row
+        self.ids, self.mask, self.logprobs, self.rewards = [], [], [], []  # an entry per token
+        self.turns, self.finish_reason = 0, "abort"
+        self.transcript, self.opened = [], {}  # messages after the prompt; {name: this episode's tool}
+        self.tool_calls = self.tool_errors = 0
+
+    async def play(self, write):
+        """Turn after turn, until nobody answers ("stop"), there is no room ("length"), `rollout.max_turns`
+        are over ("turns"), or the interaction fails ("error").
+
+        write: coroutine function (ids, most tokens, turn) -> (new ids, log-probs, "stop" or "length").
+        """
+        try:
+            await self.take_turns(write, self.row["prompt_ids"].tolist())
+        finally:  # also when it is aborted
+            for tool in self.opened.values():
+                if hasattr(tool, "close"):
+                    await self.attempt(self.finish(tool.close))
+
+    async def take_turns(self, write, prompt):
+        agent = self.agent
+        while True:
+            most = min(agent.turn_room, agent.room - len(self.ids))
+            written, logprobs, self.finish_reason = await write(prompt + self.ids, most, self.turns)
+            self.add(written, 1.0, logprobs)
+            self.turns += 1
+            answers = await self.answer(written) if agent.talks else []
+            if not answers:
+                return
+            between = agent.chat.between(answers)
+            if between[0] == written[-1]:  # the end of its turn: the model has written that itself
+                between = between[1:]
+            if len(self.ids) + len(between) >= agent.room:
+                self.finish_reason = "length"
+                return
+            self.add(between, 0.0, [0.0] * len(between))
+            self.transcript += answers
+
+    def add(self, ids, mask, logprobs):
+        self.ids += ids
+        self.mask += [mask] * len(ids)
+        self.logprobs += logprobs
+        self.rewards += [0.0] * len(ids)
+
+    async def answer(self, written):
+        """Messages that answer the model's turn. None end the episode."""
+        agent = self.agent
+        said = agent.tokenizer.decode(written[:-1] if self.finish_reason == "stop" else written)
+        self.transcript.append({"role": "assistant", "content": said})
+        last = self.turns == agent.max_turns or len(self.ids) == agent.room
+        if agent.schemas and agent.parser.has_tool_call(said):
+            answers = [] if last else await self.call_tools(said)
+        elif None in agent.makers:
+            answers = await self.interact()
+            last = last and answers
+        else:
+            return []
+        if last and self.finish_reason == "stop":
+            self.finish_reason = "turns"
+        return [] if last else answers
+
+    async def call_tools(self, said):
+        """Every call's result, or what is wrong with it."""
+        read = await self.attempt(self.finish(self.agent.parser.parse_non_stream, said))
+        calls = [] if isinstance(read, str) else read[1]
+        if not calls:
+            self.tool_errors += 1
+            return [{"role": "tool", "content": "error: this tool call cannot be read"}]
+        answers = []
+        for call in calls:
+            self.tool_calls += 1
+            result = await self.attempt(self.use(call.name, call.parameters))
+            text = result if isinstance(result, str) else json.dumps(result, default=str)
+            answers.append({"role": "tool", "name": call.name, "content": text})
+        return answers
+
+    async def use(self, name, parameters):
+        tools = [schema["function"]["name"] for schema in self.agent.schemas]
+        if name not in tools:
+            raise ValueError(f"there is no tool {name!r}; there is {', '.join(tools)}")
+        return await self.finish(await self.open(name), **json.loads(parameters))
+
+    async def interact(self):
+        """The interaction's answer; its reward lands on the last token of the model's turn."""
+        try:
+            messages = [*self.row["prompt"], *self.transcript]
+            text, done, *reward = await self.finish(await self.open(None), messages, self.row["entry"])
+            self.rewards[-1] = float(*reward)  # 0 where there is none
+        except Exception:
+            self.transcript.append({"role": "error", "content": traceback.format_exc()})
+            self.finish_reason, done = "error", True
+        return [] if done else [{"role": "user", "content": str(text)}]
+
+    async def open(self, name):
+        """This episode's own instance of a tool, or of the interaction (None), made at its first use."""
+        if name not in self.opened:
+            tool = self.agent.makers[name]()
+            if hasattr(tool, "create"):
+                await self.finish(tool.create, self.row["entry"])
+            self.opened[name] = tool
+        return self.opened[name]
+
+    async def finish(self, function, /, *args, **kwargs):
+        return await finished(function, self.agent.seconds, *args, **kwargs)
+
+    async def attempt(self, coroutine):
+        """Its result, or a text about what went wrong, which is counted."""
+        try:
+            return await coroutine
+        except Exception as error:
+            self.tool_errors += 1
+            return f"error: {type(error).__name__}: {error}"
+
+    def columns(self):
+        """The sample's entries in the batch. Those of tokens are 1-D tensors over the response, which is what
+        the model wrote (response_mask 1) and what came between its turns (0, and so is the log-prob)."""
+        columns = {
+            "response_ids": torch.tensor(self.ids, dtype=torch.int64),
+            "response_mask": torch.tensor(self.mask),
+            "rollout_logprobs": torch.tensor(self.logprobs),
+            "turns": self.turns,
+            "finish_reason": self.finish_reason,
+        }
+        if self.agent.talks:
+            columns["turn_rewards"] = torch.tensor(self.rewards)
+            columns |= {name: getattr(self, name) for name in ("transcript", "tool_calls", "tool_errors")}
+        return columns

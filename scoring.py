@@ -1,0 +1,143 @@
+"""Scores: of responses by a reward function, in processes of their own, and of a validation.
+
+A function is any of recipes/rewards.py or of the reader's own file. What it raises, or how long it takes,
+costs its sample and no more.
+"""
+import asyncio
+import ctypes
+import math
+import multiprocessing
+import signal
+import sys
+import traceback
+from collections import Counter
+from pathlib import Path
+
+import pebble
+import torch
+
+from data import load_function
+
+PACKAGES = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}
+
+
+def reward_function(spec):
+    """What `path/to/file.py:function` names, or a function's name alone in recipes/rewards.py."""
+    return load_function(spec, "reward.function", str(Path(__file__).parent / "recipes/rewards.py"))
+
+
+def _call(spec, response, answer, row):
+    """One score as a dict of floats. Any error leaves as a RuntimeError: others need not survive pickling."""
+    try:
+        result = reward_function(spec)(response, answer, row)
+        result = asyncio.run(result) if asyncio.iscoroutine(result) else result
+        result = result if isinstance(result, dict) else {"score": result}
+        result["score"] = math.nan if result["score"] is None else float(result["score"])
+        if math.isinf(result["score"]):
+            raise ValueError("an infinite score would make the loss NaN")
+        numbers = {name: float(value) for name, value in result.items() if isinstance(value, (int, float))}
+        return numbers | {name: str(result[name]) for name in ("prediction",) if name in result}
+    except BaseException:
+        raise RuntimeError(traceback.format_exc()) from None
+
+
+def _begin(spec):
+    """The start of a scoring process: it will die with the trainer, and loads the function beforehand."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    reward_function(spec)
+
+
+class Rewards:
+    """Scores responses in processes that can be killed: a function that hangs or crashes costs its sample.
+
+    `options` is the config's `reward` section; `max_response_length` is in tokens.
+    """
+
+    def __init__(self, options, tokenizer, max_response_length, workers=2):
+        self.options, self.tokenizer, self.max_response_length = options, tokenizer, max_response_length
+        self.shown = False  # has a failed score been shown?
+        # a trainer with threads must not be forked
+        multiprocessing.set_forkserver_preload(["scoring", PACKAGES.get(options.function, "scoring")])
+        self.pool = pebble.ProcessPool(workers, context=multiprocessing.get_context("forkserver"),
+                                       initializer=_begin, initargs=(options.function,))
+
+    def close(self):
+        self.pool.stop()
+        self.pool.join()
+
+    def show(self, what, errors, total):
+        """Show the first error of a run. When all of a step's samples failed, it ends the run."""
+        text = f"{what}: {len(errors)} of {total} samples failed: {errors[:1]}"
+        if errors and len(errors) == total:
+            raise RuntimeError(text)
+        if errors and not self.shown:
+            print(text, file=sys.stderr)
+            self.shown = True
+
+    def __call__(self, batch, training=True):
+        """Scores every response: returns (batch with new columns, metrics), raises RuntimeError if all fail.
+
+        New columns: response (text of the model's last turn), scores (float; NaN where the function gave None
+        or NaN), token_level_scores (1-D: the score on the last token the model wrote, and what an interaction
+        gave on the last token of its turn, else 0). The function's other numbers become metrics reward/<key>.
+        The batch's model_scores (floats), if it has them, are added to the scores. In training, scores
+        include the penalty for nearing max_response_length (DAPO, arXiv 2503.14476, eq. 13), and with
+        mask_truncated a cut response has a response_mask of 0.
+        """
+        options, masks, limit = self.options, batch["response_mask"], self.max_response_length
+        own = [int(mask.flip(0).cumprod(0).sum()) for mask in masks]  # tokens of the model's last turn
+        texts = [self.tokenizer.decode(ids[len(ids) - last:], skip_special_tokens=True)
+                 for ids, last in zip(batch["response_ids"], own)]
+        tasks = [(options.function, *task) for task in zip(texts, batch["answer"], batch["entry"])]
+        futures = [self.pool.schedule(_call, task, timeout=options.timeout) for task in tasks]
+        errors = [future.exception() for future in futures if future.exception()]  # waits
+        timeouts = sum(isinstance(error, TimeoutError) for error in errors)
+        self.show(options.function, errors, len(tasks))
+        stories = batch.get("transcript", [])
+        broken = [story[-1]["content"] for story in stories if story[-1]["role"] == "error"]
+        self.show("rollout.interaction", broken, len(tasks))
+        results = [{} if future.exception() or end == "error" else future.result()
+                   for future, end in zip(futures, batch["finish_reason"])]
+        scores = torch.tensor([r.get("score", options.fallback) for r in results], dtype=torch.float64)
+        scores += torch.tensor(batch.get("model_scores", 0.0))
+        turn_rewards = batch.get("turn_rewards") or [torch.zeros(len(mask)) for mask in masks]
+        scores += torch.tensor([rewards.sum() for rewards in turn_rewards])
+        lengths = torch.tensor([mask.sum() for mask in masks]).double()
+        metrics = {"reward/errors": len(errors) - timeouts, "reward/timeouts": timeouts,
+                   "reward/mean": scores.nanmean(), "reward/std": scores[~scores.isnan()].std(correction=0),
+                   "response/length_mean": lengths.mean(), "response/length_max": lengths.max(),
+                   "response/truncated": batch["finish_reason"].count("length") / len(masks)}
+        for name in ("turns", "tool_calls", "tool_errors") if stories else ():
+            metrics[f"response/{name}"] = sum(batch[name]) / len(masks)
+        if training and options.overlong_buffer:
+            scores -= options.overlong_penalty * (1 - (limit - lengths) / options.overlong_buffer).clamp(0, 1)
+        batch = {**batch, "response": texts, "scores": scores.tolist()}
+        batch["prediction"] = [r.get("prediction", text.strip()) for r, text in zip(results, texts)]
+        batch["token_level_scores"] = [
+            rewards.index_add(0, mask.nonzero()[-1:, 0], (score - rewards.sum()).float()[None])
+            for mask, score, rewards in zip(masks, scores, turn_rewards)]
+        for name in sorted({name for result in results for name in result} - {"score", "prediction"}):
+            mean = torch.tensor([result.get(name, math.nan) for result in results]).nanmean()
+            metrics.setdefault(f"reward/{name}", mean)  # ours have the right to their names
+        if training and options.mask_truncated:
+            batch["response_mask"] = [m * (end != "length") for m, end in zip(masks, batch["finish_reason"])]
+        return batch, {name: float(value) for name, value in metrics.items()}
+
+
+def validation_metrics(batch, n):
+    """val/<source>/<what>@n for a scored batch of n samples per prompt: the mean score, and for n > 1 pass@n,
+    the best of a prompt's scores, and maj@n, the score of its most frequent prediction."""
+    metrics, starts = {}, range(0, len(batch["scores"]), n)
+    scores = torch.tensor(batch["scores"], dtype=torch.float64).view(-1, n)
+    frequent = [Counter(batch["prediction"][start:][:n]).most_common(1)[0][0] for start in starts]
+    first = [batch["prediction"].index(word, start) for word, start in zip(frequent, starts)]
+    values = {"mean": scores.nanmean(1)}
+    if n > 1:
+        known = scores.nan_to_num(0.0)
+        values |= {"pass": known.amax(1), "maj": known.flatten()[first]}
+    sources = batch["source"][::n]
+    for source in sorted(set(sources)):
+        mine = torch.tensor([name == source for name in sources])
+        for what, value in values.items():
+            metrics[f"val/{source}/{what}@{n}"] = value[mine].nanmean().item()
+    return metrics
