@@ -1,17 +1,18 @@
 """Episodes: the model writes, tools or an interaction answer, and the model goes on.
 
-rollout.py runs one `Agent.episode` per sample, all of them at once, so no episode waits for another. Ids go
-in and ids come out: what the model wrote is never encoded again, and of the chat only new messages are
-rendered. The engine is known here as `write` only. Left out: turns that see images, calls while the model
-still writes.
+rollout.py plays one `Episode` per sample, all of them at once, so no episode waits for another. Ids go in and
+ids come out: what the model wrote is never encoded again, and of the chat only new messages are rendered. The
+engine is known here as `write` only. Left out: turns that see images, calls while the model still writes.
 """
 
 import asyncio
 import concurrent.futures
+import copy
 import functools
 import inspect
 import json
 import logging
+import math
 import os
 import re
 import threading
@@ -22,8 +23,9 @@ import torch
 import data
 
 MARK = "\ufdd0"  # a code point that is no character: where a text is cut before it is encoded
-BASE = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
-THOUGHTFUL = {"role": "assistant", "content": "<think>\nx\n</think>\n\ny"}
+ASKED = {"role": "user", "content": "x"}
+REPLY = "<think>\nx\n</think>\n\ny"  # what the model might say, as the templates of thinking models write it
+LONGEST_TOKEN = 128  # characters; a text with more than so many per token of room is too long for certain
 
 
 # ---- Tools and interactions --------------------------------------------------------------------------------
@@ -33,6 +35,10 @@ def maker(spec, arguments, key):
     """What makes one episode's instance of `path/to/file.py:name`: a function, called with `arguments` beside
     its own, or a class, constructed with them, with `__call__` and perhaps `create(row)` and `close()`."""
     named = data.load_function(spec, key)
+    try:
+        inspect.signature(named).bind_partial(**arguments)
+    except TypeError as error:
+        raise ValueError(f"{key}={spec}: {error}") from error
     if inspect.isclass(named):
         return functools.partial(named, **arguments)
     return functools.partial(functools.partial, named, **arguments)
@@ -42,38 +48,40 @@ def tool_schemas(tools):
     """JSON schemas of `rollout.tools` ({spec: arguments}), from type hints and docstrings (Google style).
 
     What YAML gives is not the model's to choose and does not appear. Raises ValueError for a tool without
-    hints or docstring.
+    hints or docstring, and for a name that two have.
     """
     from transformers.utils import get_json_schema
 
     schemas = []
     for spec, arguments in tools.items():
+        named = data.load_function(spec, "rollout.tools")
         try:
-            instance = maker(spec, arguments or {}, "rollout.tools")()
-            function = instance.func if isinstance(instance, functools.partial) else instance.__call__
-            schema = get_json_schema(function)
-        except Exception as error:  # of its constructor, or of the helper, about hints and docstrings
+            schema = get_json_schema(named.__call__ if inspect.isclass(named) else named)
+        except Exception as error:  # of the helper, about hints and docstrings
             raise ValueError(f"rollout.tools={spec}: {' '.join(str(error).split())}") from error
         schema["function"]["name"] = spec.rpartition(":")[2]
-        parameters = schema["function"]["parameters"]
-        for name in arguments or {}:
-            parameters["properties"].pop(name, None)
-        parameters["required"] = [name for name in parameters.get("required", []) if name not in arguments]
+        parameters, given = schema["function"]["parameters"], {} if inspect.isclass(named) else arguments
+        parameters["properties"] = {n: p for n, p in parameters["properties"].items() if n not in given}
+        parameters["required"] = [n for n in parameters.get("required", []) if n not in given]
         schemas.append(schema)
+    names = [schema["function"]["name"] for schema in schemas]
+    if len(set(names)) < len(names):
+        raise ValueError(f"rollout.tools has a name twice: {', '.join(names)}")
     return schemas
 
 
 async def finished(function, seconds, /, *args, **kwargs):
     """The result of a function, sync or async, or TimeoutError. A sync one has a thread of its own, so that
-    it holds nobody up; one that hangs keeps it until the process ends."""
+    it holds nobody up; one that hangs keeps it until the process ends. An async one must not block."""
     future = concurrent.futures.Future()
     future.set_running_or_notify_cancel()  # a result that comes too late is nobody's error
 
     def work():
         try:
             future.set_result(function(*args, **kwargs))
-        except BaseException as error:
-            future.set_exception(error)
+        except BaseException as error:  # also exit() and StopIteration, which asyncio would act upon
+            usual = isinstance(error, Exception) and not isinstance(error, StopIteration)
+            future.set_exception(error if usual else RuntimeError(repr(error)))
 
     threading.Thread(target=work, daemon=True).start()
     try:
@@ -82,6 +90,8 @@ async def finished(function, seconds, /, *args, **kwargs):
             return await result if inspect.isawaitable(result) else result
     except TimeoutError:
         raise TimeoutError(f"no answer within {seconds} s") from None
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RuntimeError(repr(error)) from None
 
 
 # ---- The chat template -------------------------------------------------------------------------------------
@@ -99,9 +109,10 @@ class Chat:
             raise ValueError("rollout.tools and rollout.interaction need a tokenizer with a chat template")
         control = sorted(filter(None, tokenizer.get_added_vocab()), key=len, reverse=True)
         self.control = re.compile("|".join(map(re.escape, control)) or "(?!)")
+        self.base = [ASKED, {"role": "assistant", "content": REPLY}]
+        self.known = len(self.text([ASKED])) + len(REPLY)
         for role in roles:
             try:
-                self.known = self.text(BASE, more=False).rindex("y") + 1
                 self.check(role)
             except Exception as error:  # templates raise what they like
                 raise ValueError(f"the chat template cannot have turns with {role}: {error}") from error
@@ -109,18 +120,18 @@ class Chat:
     def check(self, role):
         """A chat must only ever grow, in text and in ids, or the trainer would learn from ids that the model
         has not seen."""
-        messages = BASE[:1]
+        messages = [ASKED]
         for _ in range(2):
             before, new = self.text(messages), [{"role": role, "content": "z"}]
-            messages = [*messages, THOUGHTFUL, *new]
-            after, reply = self.text(messages), THOUGHTFUL["content"]
-            if not after.startswith(before + reply):
+            messages = [*messages, self.base[1], *new]
+            after = self.text(messages)
+            if not after.startswith(before + REPLY):
                 raise ValueError("it rewrites earlier turns (many drop the thinking in them)")
-            if self.ids(after) != self.ids(before) + self.ids(reply) + self.between(new):
+            if self.ids(after) != self.ids(before) + self.ids(REPLY) + self.between(new):
                 raise ValueError("its turns have other ids alone than in the whole")
 
-    def text(self, messages, more=True):
-        options = {"tools": self.schemas, "tokenize": False, "add_generation_prompt": more}
+    def text(self, messages):
+        options = {"tools": self.schemas, "tokenize": False, "add_generation_prompt": True}
         return self.tokenizer.apply_chat_template(messages, **options)
 
     def ids(self, text):
@@ -129,10 +140,12 @@ class Chat:
 
     def between(self, messages):
         """Ids from the end of what the model said (its end-of-turn token comes first) to the start of its
-        next turn, with new messages. What looks like a control token in them is cut in two and stays text."""
-        cut = functools.partial(self.control.sub, lambda found: found[0][0] + MARK + found[0][1:])
-        plain = [{**m, "content": cut(m["content"].replace(MARK, ""))} for m in messages]
-        return self.ids(self.text([*BASE, *plain])[self.known :])
+        next turn, with new messages. What looks like a control token in them is cut up and stays text."""
+        plain = []
+        for message in messages:
+            content = message["content"].encode(errors="replace").decode().replace(MARK, "")
+            plain.append({**message, "content": self.control.sub(lambda found: MARK.join(found[0]), content)})
+        return self.ids(self.text([*self.base, *plain])[self.known :])
 
 
 # ---- The episode -------------------------------------------------------------------------------------------
@@ -161,10 +174,10 @@ class Agent:
             roles = ["tool"] * bool(rollout.tools) + ["user"] * bool(rollout.interaction)
             self.chat = Chat(tokenizer, self.schemas, roles)
         if rollout.tools:
-            self.parser = call_parser(rollout.tool_parser, self.schemas)
+            self.parser = call_parser(rollout.tool_parser, self.schemas, tokenizer)
 
 
-def call_parser(name, schemas):
+def call_parser(name, schemas, tokenizer):
     """SGLang's reader of the tool calls that models of one family write."""
     os.environ["SGLANG_FORWARD_UNKNOWN_TOOLS"] = "1"  # or a call of an unknown tool looks like none
     from sglang.srt.entrypoints.openai.protocol import Tool
@@ -174,7 +187,7 @@ def call_parser(name, schemas):
     known = FunctionCallParser.ToolCallParserEnum
     if name not in known:
         raise ValueError(f"rollout.tool_parser={name!r} must be one of {', '.join(known)}")
-    return FunctionCallParser([Tool.model_validate(schema) for schema in schemas], name)
+    return FunctionCallParser([Tool.model_validate(schema) for schema in schemas], name, tokenizer)
 
 
 class Episode:
@@ -182,6 +195,7 @@ class Episode:
 
     def __init__(self, agent, row):
         self.agent, self.row = agent, row
+        self.entry = copy.deepcopy(row.get("entry"))  # tools may change theirs
         self.ids, self.mask, self.logprobs, self.rewards = [], [], [], []  # an entry per token
         self.turns, self.finish_reason = 0, "abort"
         self.transcript, self.opened = [], {}  # messages after the prompt; {name: this episode's tool}
@@ -204,14 +218,15 @@ class Episode:
         agent = self.agent
         while True:
             most = min(agent.turn_room, agent.room - len(self.ids))
-            written, logprobs, self.finish_reason = await write(prompt + self.ids, most, self.turns)
+            written, logprobs, end = await write(prompt + self.ids, most, self.turns)
             self.add(written, 1.0, logprobs)
             self.turns += 1
-            answers = await self.answer(written) if agent.talks else []
+            self.finish_reason = "length" if end == "length" and len(self.ids) == agent.room else "stop"
+            answers = await self.answers(written[:-1] if end == "stop" else written) if agent.talks else []
             if not answers:
                 return
             between = agent.chat.between(answers)
-            if between[0] == written[-1]:  # the end of its turn: the model has written that itself
+            if between[:1] == written[-1:]:  # the end of its turn: the model has written that itself
                 between = between[1:]
             if len(self.ids) + len(between) >= agent.room:
                 self.finish_reason = "length"
@@ -225,61 +240,71 @@ class Episode:
         self.logprobs += logprobs
         self.rewards += [0.0] * len(ids)
 
-    async def answer(self, written):
+    async def answers(self, written):
         """Messages that answer the model's turn. None end the episode."""
-        agent = self.agent
-        said = agent.tokenizer.decode(written[:-1] if self.finish_reason == "stop" else written)
+        agent, said = self.agent, self.agent.tokenizer.decode(written)
         self.transcript.append({"role": "assistant", "content": said})
-        last = self.turns == agent.max_turns or len(self.ids) == agent.room
+        full, over = len(self.ids) == agent.room, self.turns == agent.max_turns
+        answers = []
         if agent.schemas and agent.parser.has_tool_call(said):
-            answers = [] if last else await self.call_tools(said)
+            if not full and not over:
+                return await self.call_tools(said)
+            answers = [said]  # nobody will read them: no call is made
         elif None in agent.makers:
             answers = await self.interact()
-            last = last and answers
-        else:
+        if answers and (full or over):
+            self.finish_reason = "length" if full else "turns"
             return []
-        if last and self.finish_reason == "stop":
-            self.finish_reason = "turns"
-        return [] if last else answers
+        return answers
 
     async def call_tools(self, said):
         """Every call's result, or what is wrong with it."""
-        read = await self.attempt(self.finish(self.agent.parser.parse_non_stream, said))
-        calls = [] if isinstance(read, str) else read[1]
+        try:
+            calls = self.agent.parser.parse_non_stream(said)[1]
+        except Exception:  # of SGLang's parsers, about what models write
+            calls = []
         if not calls:
             self.tool_errors += 1
             return [{"role": "tool", "content": "error: this tool call cannot be read"}]
         answers = []
         for call in calls:
             self.tool_calls += 1
-            result = await self.attempt(self.use(call.name, call.parameters))
-            text = result if isinstance(result, str) else json.dumps(result, default=str)
-            answers.append({"role": "tool", "name": call.name, "content": text})
+            text = await self.attempt(self.use(call.name, call.parameters))
+            text = text[: LONGEST_TOKEN * self.agent.room]
+            known = {"name": call.name} if call.name in self.agent.makers else {}
+            answers.append({"role": "tool", **known, "content": text})
         return answers
 
     async def use(self, name, parameters):
-        tools = [schema["function"]["name"] for schema in self.agent.schemas]
-        if name not in tools:
-            raise ValueError(f"there is no tool {name!r}; there is {', '.join(tools)}")
-        return await self.finish(await self.open(name), **json.loads(parameters))
+        """What the tool says, as text."""
+        functions = {schema["function"]["name"]: schema["function"] for schema in self.agent.schemas}
+        if name not in functions:
+            raise ValueError(f"there is no tool {name!r}; there is {', '.join(functions)}")
+        arguments, known = json.loads(parameters), functions[name]["parameters"]["properties"]
+        if not isinstance(arguments, dict) or arguments.keys() - known.keys():
+            raise TypeError(f"the arguments of {name} are {', '.join(known)}")
+        result = await self.finish(await self.open(name), **arguments)
+        return result if isinstance(result, str) else json.dumps(result, default=str)
 
     async def interact(self):
         """The interaction's answer; its reward lands on the last token of the model's turn."""
         try:
-            messages = [*self.row["prompt"], *self.transcript]
-            text, done, *reward = await self.finish(await self.open(None), messages, self.row["entry"])
+            messages = copy.deepcopy([*self.row["prompt"], *self.transcript])
+            text, done, *reward = await self.finish(await self.open(None), messages, self.entry)
             self.rewards[-1] = float(*reward)  # 0 where there is none
+            if not math.isfinite(self.rewards[-1]):
+                raise ValueError("a reward that is not finite would make the loss NaN")
         except Exception:
             self.transcript.append({"role": "error", "content": traceback.format_exc()})
-            self.finish_reason, done = "error", True
+            self.finish_reason, self.rewards[-1], done = "error", 0.0, True
         return [] if done else [{"role": "user", "content": str(text)}]
 
     async def open(self, name):
         """This episode's own instance of a tool, or of the interaction (None), made at its first use."""
         if name not in self.opened:
-            tool = self.agent.makers[name]()
+            tool = await self.finish(self.agent.makers[name])
             if hasattr(tool, "create"):
-                await self.finish(tool.create, self.row["entry"])
+                await self.finish(tool.create, self.entry)
             self.opened[name] = tool
         return self.opened[name]
 

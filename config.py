@@ -179,13 +179,21 @@ def options_in(config):
 
 def roles_needed(config):
     """The set of roles that this config has work for: actor, mostly rollout, perhaps critic, ref, reward."""
+    needed = roles_described(config)
+    if config.trainer.replay:
+        needed -= {"rollout", "reward"}
+    if config.rollout.only:
+        needed -= {"critic", "ref"}
+    return needed
+
+
+def roles_described(config):
+    """The same, but for `trainer.replay` and `rollout.only`, which take roles out for one run."""
     import algos
 
-    needed = {"actor"} if config.trainer.replay else {"actor", "rollout"}
-    if config.reward_model.path and not config.trainer.replay:
+    needed = {"actor", "rollout"}
+    if config.reward_model.path:
         needed.add("reward")
-    if config.rollout.only:
-        return needed
     if "values" in inspect.signature(algos.ADVANTAGES[config.algorithm.advantage]).parameters:
         needed.add("critic")
     if config.algorithm.kl_in_reward or config.actor.kl_coef:
@@ -261,10 +269,10 @@ def check(config):
         for key in matching(pattern):
             require(now[key] in names, key, f"must be one of {', '.join(names)}")
 
-    needed = roles_needed(config)
+    needed, described = roles_needed(config), roles_described(config)
     idle = {  # these options have no effect: the reason, if it is so
-        "critic.*": "critic" not in needed and f"algorithm.advantage is {algorithm.advantage}",
-        "ref.*": "ref" not in needed and "algorithm.kl_in_reward is false and actor.kl_coef is 0",
+        "critic.*": "critic" not in described and f"algorithm.advantage is {algorithm.advantage}",
+        "ref.*": "ref" not in described and "algorithm.kl_in_reward is false and actor.kl_coef is 0",
         "algorithm.kl_*": not algorithm.kl_in_reward and "algorithm.kl_in_reward is false",
         "algorithm.kl_horizon": algorithm.kl_target is None and "algorithm.kl_target is null",
         "actor.kl_estimator": actor.kl_coef == 0 and "actor.kl_coef is 0",
@@ -274,10 +282,9 @@ def check(config):
         "rollout.max_turn*": not talks and "rollout.tools and rollout.interaction are {}",
         "rollout.tool_timeout": not talks and "rollout.tools and rollout.interaction are {}",
         "rollout.only": replay and "trainer.replay has no rollout",
-        "rollout.oversample": replay and "trainer.replay has no rollout",
         "rollout.correction_cap": rollout.correction == "off" and "rollout.correction is off",
         "reward.overlong_penalty": config.reward.overlong_buffer == 0 and "reward.overlong_buffer is 0",
-        "reward_model.*": "reward" not in needed and "reward_model.path is null",
+        "reward_model.*": "reward" not in described and "reward_model.path is null",
         "actor.lora_*": actor.lora_rank == 0 and "actor.lora_rank is 0",
         "model.attn_implementation": config.model.sp > 1 and "model.sp is above 1",
         "trainer.max_restarts": "WORLD_SIZE" in os.environ and "torchrun has --max-restarts",
@@ -299,7 +306,8 @@ def check(config):
     placed = [(role, pool) for pool in config.pools.values() for role in pool["roles"]]
     homes, known = dict(placed), {"actor", "rollout", "critic", "ref", "reward"}
     once = len(placed) == len(homes) and needed <= homes.keys() <= known
-    require(once and homes["actor"] is homes["rollout"], "pools",
+    together = homes.get("actor") is homes.get("rollout", homes.get("actor"))
+    require(once and together, "pools",
             f"must place {', '.join(sorted(needed))} once each, actor and rollout together")
     devices = {role: pool["nodes"] * pool["devices_per_node"] for role, pool in placed}
     if "WORLD_SIZE" in os.environ:  # torchrun has said how many there are
@@ -346,6 +354,9 @@ def check(config):
     require(len(rollout.interaction) < 2, "rollout.interaction", "must be one")
     remax = algorithm.advantage == "remax"
     require(not rollout.oversample or not remax, "rollout.oversample", "must be 0 for remax")
+    engines, prompts = devices["actor"] // rollout.tp, config.data.batch_size
+    require(not rollout.oversample or prompts >= engines, "rollout.oversample",
+            f"needs at least as many prompts (data.batch_size={prompts}) as there are engines ({engines})")
     right = "must be a folder with step_1.pt, as trainer.record leaves it"
     require(not replay or Path(replay, "step_1.pt").is_file(), "trainer.replay", right)
     data.check(config.data)

@@ -134,7 +134,7 @@ class Prompts:
         kept = [row for row in rows if len(row["prompt_ids"]) <= limit and repr(row["prompt"]) not in held]
         print(f"{self.name}: {len(rows) - len(kept)} of {len(rows)} dropped; {len(long)} too long ({mode})")
         if len(kept) < batch_size:
-            raise ValueError(f"{self.name}: {len(kept)} usable rows for data.batch_size={batch_size}")
+            raise ValueError(f"{self.name}: {len(kept)} usable rows for steps of {batch_size} prompts")
         order = seed, batch_size, self.shuffle, [(row["prompt_ids"].tolist(), row["answer"]) for row in kept]
         text = json.dumps(order, default=lambda answer: type(answer).__name__)  # not repr: a set has no order
         self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
@@ -207,7 +207,10 @@ def conversations(batch, tokenizer, own):
         if isinstance(prompt, str):
             ids = own(prompt + text)["input_ids"]
         else:
-            chat = [*prompt, {"role": "assistant", "content": text}]
+            said = [{"role": "assistant", "content": text}]
+            if "transcript" in batch:  # several have said something
+                said = [message for message in batch["transcript"][row] if message["role"] != "error"]
+            chat = [*prompt, *said]
             ids = own.apply_chat_template(chat, return_dict=False)
         whole[row] = torch.tensor(ids)
     token, mask, rows = torch.zeros(1, dtype=torch.int64), torch.ones(1), len(whole)

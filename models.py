@@ -15,7 +15,6 @@ from peft import LoraConfig
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 from transformers import get_cosine_with_min_lr_schedule_with_warmup as cosine_schedule
 
@@ -25,31 +24,66 @@ VALUED = ("critic", "reward")  # roles with a head of one number per token; othe
 # ---- Forward passes ----------------------------------------------------------------------------------------
 
 
-def chunk_logprobs(hidden, weight, bias, labels, temperature, with_entropy):
-    """Log-probs of `labels` [N] and entropy [N] (zeros unless asked for) from hidden states [N, H]; logits
-    live only here."""
-    logits = F.linear(hidden, weight, bias).float() / temperature
-    logsumexp = logits.logsumexp(-1)
-    logprobs = logits.gather(-1, labels[:, None])[:, 0] - logsumexp
-    if not with_entropy:
-        return logprobs, torch.zeros_like(logprobs)
-    return logprobs, logsumexp - (torch.softmax(logits, -1) * logits).sum(-1)
+class HeadLogprobs(torch.autograd.Function):
+    """Log-probs of `labels` [N] and entropy [N] (zeros unless asked for) from hidden states [N, H] and a head
+    [V, H]: in chunks, whose logits are computed again in the backward pass, so that [N, V] never exists.
+
+    Autograd could do it with checkpoints, but then every chunk has a gradient [V, H] of its own. With z the
+    logits over the temperature and p = softmax(z):
+
+        d log p_y / dz = onehot(y) - p        d entropy / dz = -p (log p + entropy)
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, labels, temperature, with_entropy):
+        logprobs, entropies = [], []
+        for h, y in HeadLogprobs.chunks(weight, hidden, labels):
+            logp = F.linear(h, weight, bias).float().div_(temperature).log_softmax(-1)  # (chunk, V)
+            logprobs.append(logp.gather(1, y[:, None])[:, 0])
+            if with_entropy:
+                entropies.append(-(logp.exp().mul_(logp)).sum(-1))
+        logprobs = torch.cat(logprobs)
+        entropy = torch.cat(entropies) if with_entropy else torch.zeros_like(logprobs)
+        ctx.save_for_backward(hidden, weight, bias, labels, entropy)
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx, grad_logprobs, grad_entropy):
+        hidden, weight, bias, *columns = ctx.saved_tensors
+        grads = [torch.zeros_like(columns[1]) if g is None else g for g in (grad_logprobs, grad_entropy)]
+        grad_hidden, trained = [], ctx.needs_input_grad[1]  # the head may belong to the base of an adapter
+        grad_weight = torch.zeros_like(weight) if trained else None
+        grad_bias = torch.zeros_like(bias) if trained and bias is not None else None
+        for h, y, entropy, g, g_entropy in HeadLogprobs.chunks(weight, hidden, *columns, *grads):
+            logp = F.linear(h, weight, bias).float().div_(ctx.temperature).log_softmax(-1)
+            grad = logp.exp()
+            if grad_entropy is None:
+                grad *= -g[:, None]
+            else:
+                grad *= -(g[:, None] + g_entropy[:, None] * (logp + entropy[:, None]))
+            grad.scatter_add_(1, y[:, None], g[:, None])
+            grad = grad.div_(ctx.temperature).to(h.dtype)
+            grad_hidden.append(grad @ weight)
+            if trained:
+                grad_weight.addmm_(grad.t(), h)
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+        return torch.cat(grad_hidden), grad_weight, grad_bias, None, None, None
+
+    @staticmethod
+    def chunks(weight, *tensors):
+        size = max(1, 2**24 // weight.shape[0])  # 64 MiB of logits
+        return zip(*(tensor.split(size) for tensor in tensors))
 
 
 def token_logprobs(model, inputs, predictors, labels, temperature, with_entropy):
-    """What replaces the forward of a causal language model: log-probs and entropy [N] of N given tokens.
-
-    Only the positions that predict a token (`predictors` [N], flat in B*T) reach the head, and they do so in
-    chunks whose logits are recomputed in the backward pass: [tokens x vocabulary] never exists at once.
-    """
+    """What replaces the forward of a causal language model: log-probs and entropy [N] of N given tokens. Only
+    the positions that predict a token (`predictors` [N], flat in B*T) reach the head."""
     hidden = model.get_decoder()(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)[predictors]
     head = model.get_output_embeddings()
-    size = max(1, 2**24 // head.weight.shape[0])
-    chunks = []
-    for h, y in zip(hidden.split(size), labels.split(size)):
-        args = (h, head.weight, head.bias, y, temperature, with_entropy)
-        chunks.append(checkpoint(chunk_logprobs, *args, use_reentrant=False))
-    return tuple(torch.cat(parts) for parts in zip(*chunks))
+    return HeadLogprobs.apply(hidden, head.weight, head.bias, labels, temperature, with_entropy)
 
 
 def token_values(forward, inputs, predictors):

@@ -57,7 +57,8 @@ PAGE = """<!DOCTYPE html>
 <table><thead><tr><th>Prompt<th>Answer{% for step in steps %}<th>Step {{ step }}{% endfor %}</tr></thead>
 {% for pair in pairs %}{% set sample = pair.values()|first %}<tr>
 <td><b>Prompt</b>{{ show(sample.prompt) }}</td><td><b>Answer</b>{{ show(sample.answer) }}</td>
-{% for step in steps %}<td>{% if step in pair %}<b>Step {{ step }}</b>{{ show(pair[step].response) -}}
+{% for step in steps %}<td>{% if step in pair %}<b>Step {{ step }}</b>{{
+  show(pair[step].transcript or pair[step].response) -}}
 <small>score {{ text(pair[step].scores) }}, {{ pair[step].finish_reason }}</small>{% endif %}</td>
 {% endfor %}</tr>{% endfor %}</table>{% endif %}
 {% if config %}<details><summary>Config</summary><pre>{{ config }}</pre></details>{% endif %}

@@ -90,7 +90,8 @@ class Rollout:
         rows = [dict(zip(batch, row)) for row in zip(*batch.values(), strict=True)]
         episodes = self._play_all(rows, step, sampling, share)
         outputs = self._call(self._engine.loop.run_until_complete, episodes)
-        return {**batch, **{column: [output[column] for output in outputs] for column in outputs[0]}}
+        columns = Episode(self._agent, {}).columns()  # also for a rank without rows
+        return {**batch, **{column: [output[column] for output in outputs] for column in columns}}
 
     async def _play_all(self, rows, step, sampling, share):
         """All episodes at once; how many run together is the engine's business. Returns their columns."""

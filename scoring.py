@@ -55,7 +55,7 @@ class Rewards:
 
     def __init__(self, options, tokenizer, max_response_length, workers=2):
         self.options, self.tokenizer, self.max_response_length = options, tokenizer, max_response_length
-        self.shown = False  # has a failed score been shown?
+        self.shown = set()  # what has failed, and been shown
         # a trainer with threads must not be forked
         multiprocessing.set_forkserver_preload(["scoring", PACKAGES.get(options.function, "scoring")])
         self.pool = pebble.ProcessPool(workers, context=multiprocessing.get_context("forkserver"),
@@ -70,9 +70,9 @@ class Rewards:
         text = f"{what}: {len(errors)} of {total} samples failed: {errors[:1]}"
         if errors and len(errors) == total:
             raise RuntimeError(text)
-        if errors and not self.shown:
+        if errors and what not in self.shown:
             print(text, file=sys.stderr)
-            self.shown = True
+            self.shown.add(what)
 
     def __call__(self, batch, training=True):
         """Scores every response: returns (batch with new columns, metrics), raises RuntimeError if all fail.
@@ -110,7 +110,8 @@ class Rewards:
         for name in ("turns", "tool_calls", "tool_errors") if stories else ():
             metrics[f"response/{name}"] = sum(batch[name]) / len(masks)
         if training and options.overlong_buffer:
-            scores -= options.overlong_penalty * (1 - (limit - lengths) / options.overlong_buffer).clamp(0, 1)
+            room = limit - torch.tensor([len(mask) for mask in masks])  # what others wrote takes it, too
+            scores -= options.overlong_penalty * (1 - room / options.overlong_buffer).clamp(0, 1)
         batch = {**batch, "response": texts, "scores": scores.tolist()}
         batch["prediction"] = [r.get("prediction", text.strip()) for r, text in zip(results, texts)]
         batch["token_level_scores"] = [
@@ -126,10 +127,11 @@ class Rewards:
 
 def validation_metrics(batch, n):
     """val/<source>/<what>@n for a scored batch of n samples per prompt: the mean score, and for n > 1 pass@n,
-    the best of a prompt's scores, and maj@n, the score of its most frequent prediction."""
+    the best of a prompt's scores, and maj@n, the score of its most frequent prediction (of the reward function,
+    or the text). What was not scored is left out of the mean, and 0 in the others."""
     metrics, starts = {}, range(0, len(batch["scores"]), n)
     scores = torch.tensor(batch["scores"], dtype=torch.float64).view(-1, n)
-    frequent = [Counter(batch["prediction"][start:][:n]).most_common(1)[0][0] for start in starts]
+    frequent = [Counter(batch["prediction"][start : start + n]).most_common(1)[0][0] for start in starts]
     first = [batch["prediction"].index(word, start) for word, start in zip(frequent, starts)]
     values = {"mean": scores.nanmean(1)}
     if n > 1:

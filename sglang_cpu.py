@@ -19,7 +19,7 @@ from sglang.srt.arg_groups import choices
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter, _TorchMemorySaverAdapterNoop
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 
 BACKENDS = ["batched_cpu", "torch_native"]  # ours and SGLang's
 
@@ -116,7 +116,9 @@ class BatchedAttention(TorchNativeAttnBackend):
         query, output, k_cache, v_cache = args[:4]  # (B, heads, D) twice, (slots, kv heads, D) twice
         # The query heads that share a kv head are the rows of one attention: (B, kv heads, rows, D)
         query = query.view(len(query), k_cache.shape[1], -1, query.shape[2])
-        key, value = (cache[self.slots].transpose(1, 2).to(query.dtype) for cache in (k_cache, v_cache))
+        # embedding() takes rows faster than an index does.
+        taken = (embedding(self.slots, cache.flatten(1)) for cache in (k_cache, v_cache))
+        key, value = (rows.unflatten(2, k_cache.shape[1:]).transpose(1, 2).to(query.dtype) for rows in taken)
         out = scaled_dot_product_attention(query, key, value, attn_mask=self.mask, scale=options["scaling"])
         return output.copy_(out.reshape(output.shape))
 

@@ -17,6 +17,7 @@ import shutil
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 from tqdm import tqdm
 
@@ -154,6 +155,9 @@ class Trainer:
         order = config.seed, config.data.batch_size + config.rollout.oversample
         self.prompts = data.Prompts(*source, *order, exclude=held_out, tools=tools)
         self.total = config.trainer.steps or config.trainer.epochs * self.prompts.steps_per_epoch
+        last_record = Path(f"{config.trainer.replay}/step_{self.total}.pt")
+        if config.trainer.replay and not last_record.exists():
+            raise ValueError(f"trainer.steps={self.total}: there is no {last_record} to replay")
         self.step, self.kl_coef, self.awake, self.metrics = 0, config.algorithm.kl_coef, False, {}
         self.best = -math.inf  # mean validation score over sources
         self.rewards = self.board = None
@@ -207,7 +211,7 @@ class Trainer:
         """The run: validate, then train, validate and save step by step."""
         every = self.config.validation.every
         self.resume()
-        validates = self.val_prompts and "rollout" in self.groups
+        validates = self.val_prompts and not (self.config.rollout.only or self.config.trainer.replay)
         if self.step == 0 and self.config.validation.before and validates:
             self.validate()
             self.write_metrics()
@@ -275,7 +279,8 @@ class Trainer:
         """The step's scored responses.
 
         With dynamic sampling (DAPO, arXiv 2503.14476) groups whose rewards are all equal are thrown away, and
-        more prompts are drawn, at most `algorithm.dynamic_sampling` times in all. With 1 the rest is enough.
+        more prompts are drawn, at most `algorithm.dynamic_sampling` times in all. With 1 what is left
+        is enough.
         """
         wanted = self.config.data.batch_size * self.config.rollout.n
         draws, kept = self.config.algorithm.dynamic_sampling, []
@@ -289,7 +294,7 @@ class Trainer:
             if len(whole["uid"]) >= wanted:
                 break
         if not whole["uid"]:
-            return batch  # all advantages are 0: a step that changes little
+            return batch  # all advantages are 0, but KL, entropy and the critic may have something to learn
         self.metrics |= {"dynamic/draws": drawn, "dynamic/thrown": drawn * wanted - len(whole["uid"])}
         return data.select(whole, range(min(wanted, len(whole["uid"]))))
 
@@ -309,7 +314,7 @@ class Trainer:
 
     def answer(self, prompts, sampling, step, phase, share=1.0):
         """The prompts with responses and scores, by the function and the reward model, and metrics of these.
-        Step 0 is a validation: no penalties. Only this share of the prompts is kept, the first to be done."""
+        Step 0 is a validation: no penalties. Only this share of the prompts is kept, of those done first."""
         with self.phase(phase):
             together = self.config.rollout.tp
             batch = self.groups["rollout"].map("generate", prompts, step, sampling, share, together=together)

@@ -18,6 +18,9 @@ SAMPLE = {"uid": 0, "sample": 0, "source": "sums", "prompt": [{"role": "user", "
 SAMPLES = [
     {**SAMPLE, "step": 0, "response": "<script>alert(1)</script>"},
     {**SAMPLE, "step": 1, "response": "long " * 200 + "the end"},
+    {**SAMPLE, "step": 1, "uid": 1, "response": "2", "transcript": [
+        {"role": "assistant", "content": "call"}, {"role": "tool", "name": "sum", "content": "<b>2</b>"},
+        {"role": "assistant", "content": "2"}]},
 ]
 
 
@@ -48,7 +51,8 @@ def run_directory(path, metrics=METRICS, samples=SAMPLES):
 def test_the_page_stands_alone_and_escapes_what_a_model_wrote(tmp_path):
     page = Page(report.write(run_directory(tmp_path)))
     assert "script" not in page.tags and "link" not in page.tags
-    for text in ("<script>alert(1)</script>", "user: 1+1?", "the end", "# <config>", "val/sums$x$<b>/mean@1"):
+    for text in ("<script>alert(1)</script>", "user: 1+1?", "the end", "# <config>", "val/sums$x$<b>/mean@1",
+                 "tool: sum: <b>2</b>"):
         assert text in page.words
     links = [value for name, value in page.attributes if name in ("src", "href", "xlink:href", "data")]
     assert all(link.startswith("#") for link in links)

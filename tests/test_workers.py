@@ -313,12 +313,12 @@ def test_a_reward_model_reads_the_last_token(model_path, tmp_path):
 
 def test_chunked_logprobs_equal_plain_ones():
     """Values from KNOWN_FAULTS 23 and 36, and the gradient of chunks against the gradient of the whole."""
-    from models import chunk_logprobs, token_logprobs
+    from models import HeadLogprobs, token_logprobs
 
     logits, labels = torch.tensor([[2.0, 1.0, 0.0]] * 3), torch.arange(3)
-    logprobs, entropy = chunk_logprobs(logits, torch.eye(3), None, labels, 0.5, True)
+    logprobs, entropy = HeadLogprobs.apply(logits, torch.eye(3), None, labels, 0.5, True)
     torch.testing.assert_close(logprobs, torch.tensor([-0.1429, -2.1429, -4.1429]), atol=1e-4, rtol=0)
-    _, entropy = chunk_logprobs(logits, torch.eye(3), None, labels, 1.0, True)
+    _, entropy = HeadLogprobs.apply(logits, torch.eye(3), None, labels, 1.0, True)
     torch.testing.assert_close(entropy, torch.full((3,), 0.832396), atol=1e-5, rtol=0)
 
     vocabulary, width, count = 2**20, 2, 40  # 16 tokens a chunk
@@ -327,9 +327,13 @@ def test_chunked_logprobs_equal_plain_ones():
     decoder = types.SimpleNamespace(last_hidden_state=hidden)
     model = types.SimpleNamespace(get_decoder=lambda: lambda use_cache: decoder, get_output_embeddings=lambda: head)
     labels = torch.randint(vocabulary, (count,))
-    chunked, _ = token_logprobs(model, {}, torch.arange(count), labels, 1.0, False)
-    grads = torch.autograd.grad(chunked.square().sum(), [hidden, head.weight])
-    whole = head(hidden[0]).log_softmax(-1).gather(-1, labels[:, None])[:, 0]
-    torch.testing.assert_close(chunked, whole)
-    for mine, expected in zip(grads, torch.autograd.grad(whole.square().sum(), [hidden, head.weight])):
-        assert (mine - expected).norm() <= 1e-5 * expected.norm()
+    chunked, entropy = token_logprobs(model, {}, torch.arange(count), labels, 0.7, True)
+    whole = (head(hidden[0]) / 0.7).log_softmax(-1)
+    plain, plain_entropy = whole.gather(-1, labels[:, None])[:, 0], -(whole.exp() * whole).sum(-1)
+    torch.testing.assert_close(chunked, plain)
+    torch.testing.assert_close(entropy, plain_entropy)
+    for mine, other in ((chunked.square().sum(), plain.square().sum()),
+                        ((chunked.square() - entropy.square()).sum(), (plain.square() - plain_entropy.square()).sum())):
+        grads = [torch.autograd.grad(loss, [hidden, head.weight], retain_graph=True) for loss in (mine, other)]
+        for grad, expected in zip(*grads):
+            assert (grad - expected).norm() <= 1e-5 * expected.norm()
