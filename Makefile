@@ -6,9 +6,12 @@ train: .venv/installed
 test: .venv/installed
 	.venv/bin/python -m pytest tests
 
+bench: .venv/installed
+	.venv/bin/python bench/run.py
+
 .venv/installed: requirements.txt
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet -r requirements.txt
 	touch $@
 
-.PHONY: train test
+.PHONY: train test bench

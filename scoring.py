@@ -78,8 +78,9 @@ class Rewards:
         """Scores every response: returns (batch with new columns, metrics), raises RuntimeError if all fail.
 
         New columns: response (text of the model's last turn), scores (float; NaN where the function gave None
-        or NaN), token_level_scores (1-D: the score on the last token the model wrote, and what an interaction
-        gave on the last token of its turn, else 0). The function's other numbers become metrics reward/<key>.
+        or NaN), raw_scores (before penalties), prediction (the function's, or the text), token_level_scores
+        (1-D: the score on the last token the model wrote, and what an interaction gave on the last token of
+        its turn, else 0). The function's other numbers become metrics reward/<key>.
         The batch's model_scores (floats), if it has them, are added to the scores. In training, scores
         include the penalty for nearing max_response_length (DAPO, arXiv 2503.14476, eq. 13), and with
         mask_truncated a cut response has a response_mask of 0.
@@ -109,10 +110,11 @@ class Rewards:
                    "response/truncated": batch["finish_reason"].count("length") / len(masks)}
         for name in ("turns", "tool_calls", "tool_errors") if stories else ():
             metrics[f"response/{name}"] = sum(batch[name]) / len(masks)
+        batch = {**batch, "response": texts, "raw_scores": scores.tolist()}
         if training and options.overlong_buffer:
             room = limit - torch.tensor([len(mask) for mask in masks])  # what others wrote takes it, too
             scores -= options.overlong_penalty * (1 - room / options.overlong_buffer).clamp(0, 1)
-        batch = {**batch, "response": texts, "scores": scores.tolist()}
+        batch["scores"] = scores.tolist()
         batch["prediction"] = [r.get("prediction", text.strip()) for r, text in zip(results, texts)]
         batch["token_level_scores"] = [
             rewards.index_add(0, mask.nonzero()[-1:, 0], (score - rewards.sum()).float()[None])
@@ -127,8 +129,8 @@ class Rewards:
 
 def validation_metrics(batch, n):
     """val/<source>/<what>@n for a scored batch of n samples per prompt: the mean score, and for n > 1 pass@n,
-    the best of a prompt's scores, and maj@n, the score of its most frequent prediction (of the reward function,
-    or the text). What was not scored is left out of the mean, and 0 in the others."""
+    the best of a prompt's scores, and maj@n, the score of its most frequent prediction. What was not scored
+    is left out of the mean, and 0 in the others."""
     metrics, starts = {}, range(0, len(batch["scores"]), n)
     scores = torch.tensor(batch["scores"], dtype=torch.float64).view(-1, n)
     frequent = [Counter(batch["prediction"][start : start + n]).most_common(1)[0][0] for start in starts]

@@ -278,9 +278,8 @@ class Trainer:
     def collect(self):
         """The step's scored responses.
 
-        With dynamic sampling (DAPO, arXiv 2503.14476) groups whose rewards are all equal are thrown away, and
-        more prompts are drawn, at most `algorithm.dynamic_sampling` times in all. With 1 what is left
-        is enough.
+        With dynamic sampling (DAPO, arXiv 2503.14476, eq. 11) groups whose raw scores are all equal are
+        thrown away, and more prompts are drawn, at most `algorithm.dynamic_sampling` times in all.
         """
         wanted = self.config.data.batch_size * self.config.rollout.n
         draws, kept = self.config.algorithm.dynamic_sampling, []
@@ -288,7 +287,8 @@ class Trainer:
             return self.draw()
         for drawn in range(1, draws + 1):
             batch = self.draw()
-            informative = algos.informative_groups(torch.tensor(batch["scores"]), torch.tensor(batch["uid"]))
+            raw, groups = torch.tensor(batch["raw_scores"]), torch.tensor(batch["uid"])
+            informative = algos.informative_groups(raw, groups)
             kept.append(data.select(batch, informative.nonzero()[:, 0].tolist()))
             whole = data.concat(kept)
             if len(whole["uid"]) >= wanted:
