@@ -1,4 +1,4 @@
-"""Draws a metric of several runs over steps: python bench/curves.py OUT.svg METRIC NAME=RUN_DIRECTORY ...
+"""Draws metrics of several runs over steps: python bench/curves.py OUT.svg METRIC[,METRIC] NAME=RUN_DIRECTORY ...
 
 The figures of the README are made with it, from the runs that their text names.
 """
@@ -18,12 +18,14 @@ def curve(directory, metric):
     return zip(*[(row["step"], row[metric]) for row in rows if metric in row])
 
 
-def main(out, metric, *runs):
+def main(out, metrics, *runs):
     figure, axes = pyplot.subplots(figsize=(7, 3))
     for run in runs:
         name, _, directory = run.partition("=")
-        axes.plot(*curve(directory, metric), marker="o", markersize=3, label=name)
-    axes.set(xlabel="step", ylabel=metric, ylim=(0, 1))
+        for metric in metrics.split(","):
+            label = f"{name} {metric}" if "," in metrics else name
+            axes.plot(*curve(directory, metric), marker="o", markersize=3, label=label)
+    axes.set(xlabel="step", ylabel=metrics.replace(",", ", "), ylim=(0, 1))
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)
     figure.tight_layout()

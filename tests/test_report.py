@@ -1,5 +1,6 @@
 """The report of a made-up run directory, and the line budget."""
 import json
+import re
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -78,6 +79,11 @@ def test_a_step_repeated_by_a_resumed_run_counts_once(tmp_path):
     assert "2.0 minutes" in page.words
 
 
-def test_the_code_is_within_its_budget():
+def test_the_code_is_within_its_budget_and_the_readme_says_so():
     done = subprocess.run([sys.executable, ROOT / "bench" / "size.py"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+    counted = dict(re.findall(r"^(\S+\.py) +(\d+)", done.stdout, re.MULTILINE))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert dict(re.findall(r"^\| `(\S+\.py)`.*\| (\d+) \|$", readme, re.MULTILINE)) == counted
+    five = re.search(r"five modules +(\d)(\d+)", done.stdout).groups()
+    assert f"**{','.join(five)}**" in readme
