@@ -25,7 +25,7 @@ import data
 MARK = "\ufdd0"  # a code point that is no character: where a text is cut before it is encoded
 ASKED = {"role": "user", "content": "x"}
 REPLY = "<think>\nx\n</think>\n\ny"  # what the model might say, as the templates of thinking models write it
-LONGEST_TOKEN = 128  # characters; a text with more than so many per token of room is too long for certain
+LONGEST_TOKEN = 128  # characters; a tool's text is cut at so many per token of the whole response
 
 
 # ---- Tools and interactions --------------------------------------------------------------------------------
@@ -38,10 +38,10 @@ def maker(spec, arguments, key):
     try:
         inspect.signature(named).bind_partial(**arguments)
     except TypeError as error:
-        raise ValueError(f"{key}={spec}: {error}") from error
+        raise ValueError(f"{key}={spec}: {error}; it takes {inspect.signature(named)}") from error
     if inspect.isclass(named):
         return functools.partial(named, **arguments)
-    return functools.partial(functools.partial, named, **arguments)
+    return lambda: functools.partial(named, **arguments)
 
 
 def tool_schemas(tools):
@@ -74,7 +74,7 @@ async def finished(function, seconds, /, *args, **kwargs):
     """The result of a function, sync or async, or TimeoutError. A sync one has a thread of its own, so that
     it holds nobody up; one that hangs keeps it until the process ends. An async one must not block."""
     future = concurrent.futures.Future()
-    future.set_running_or_notify_cancel()  # a result that comes too late is nobody's error
+    future.set_running_or_notify_cancel()  # so that it takes a result also after the timeout
 
     def work():
         try:
@@ -85,11 +85,11 @@ async def finished(function, seconds, /, *args, **kwargs):
 
     threading.Thread(target=work, daemon=True).start()
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(seconds) as limit:
             result = await asyncio.wrap_future(future)
             return await result if inspect.isawaitable(result) else result
-    except TimeoutError:
-        raise TimeoutError(f"no answer within {seconds} s") from None
+    except TimeoutError as error:  # ours, or its own
+        raise TimeoutError(f"no answer within {seconds} s") if limit.expired() else error
     except (SystemExit, KeyboardInterrupt) as error:
         raise RuntimeError(repr(error)) from None
 
@@ -163,7 +163,7 @@ class Agent:
         self.tokenizer, self.seconds, self.max_turns = tokenizer, rollout.tool_timeout, rollout.max_turns
         self.room = rollout.max_response_length
         self.turn_room = rollout.max_turn_tokens or self.room
-        self.makers = {}
+        self.makers = {}  # by name of the tool; None is the interaction's
         for key, role in (("tools", "tool"), ("interaction", "user")):
             for spec, arguments in getattr(rollout, key).items():
                 name = spec.rpartition(":")[2] if role == "tool" else None
@@ -249,7 +249,7 @@ class Episode:
         if agent.schemas and agent.parser.has_tool_call(said):
             if not full and not over:
                 return await self.call_tools(said)
-            answers = [said]  # nobody will read them: no call is made
+            answers = [said]  # it would go on, but nobody would read an answer: no call is made
         elif None in agent.makers:
             answers = await self.interact()
         if answers and (full or over):

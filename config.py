@@ -234,6 +234,7 @@ def check(config):
 
     Imports torch, and the file of every function that the config names.
     """
+    import agent
     import algos
     import data
     import scoring
@@ -350,8 +351,11 @@ def check(config):
     for key in ("rollout.tools", "rollout.interaction"):
         for spec, arguments in now[key].items():
             require(isinstance(arguments, dict), key, "must be {path/to/file.py:name: {argument: value}}")
-            data.load_function(spec, key)
-    require(len(rollout.interaction) < 2, "rollout.interaction", "must be one")
+            agent.maker(spec, arguments, key)
+    require(len(rollout.interaction) < 2, "rollout.interaction",
+            "must be one; a dict joins that of a layer, which ~rollout.interaction would delete")
+    sampled = config.validation.n == 1 or config.validation.temperature > 0
+    require(sampled, "validation.n", "must be 1 with validation.temperature=0: all samples would be the same")
     remax = algorithm.advantage == "remax"
     require(not rollout.oversample or not remax, "rollout.oversample", "must be 0 for remax")
     engines, prompts = devices["actor"] // rollout.tp, config.data.batch_size

@@ -27,7 +27,10 @@ def load_function(spec, key, default_file=""):
     option that says so, for the error."""
     path, _, name = spec.rpartition(":")
     path = path or default_file
-    functions = runpy.run_path(path) if Path(path).is_file() else {}
+    try:
+        functions = runpy.run_path(path) if Path(path).is_file() else {}
+    except Exception as error:  # of somebody's file
+        raise ValueError(f"{key}={spec}: {type(error).__name__}: {error}") from error
     if name not in functions:
         raise ValueError(f"{key}={spec}: there is no file {path!r} or no function {name!r} in it")
     return functions[name]
@@ -132,9 +135,11 @@ class Prompts:
         rows = [{**row, "prompt_ids": torch.tensor(row["prompt_ids"][cut])} for row in rows]
         held = {repr(prompt) for prompt in exclude.rows["prompt"]} if exclude else set()
         kept = [row for row in rows if len(row["prompt_ids"]) <= limit and repr(row["prompt"]) not in held]
-        print(f"{self.name}: {len(rows) - len(kept)} of {len(rows)} dropped; {len(long)} too long ({mode})")
+        also = sum(repr(row["prompt"]) in held for row in rows)
+        print(f"{self.name}: {len(rows) - len(kept)} of {len(rows)} dropped; {len(long)} too long ({mode}), "
+              f"{also} also in data.val")
         if len(kept) < batch_size:
-            raise ValueError(f"{self.name}: {len(kept)} usable rows for steps of {batch_size} prompts")
+            raise ValueError(f"{self.name}: {len(kept)} usable rows; data.batch_size must be at most that")
         order = seed, batch_size, self.shuffle, [(row["prompt_ids"].tolist(), row["answer"]) for row in kept]
         text = json.dumps(order, default=lambda answer: type(answer).__name__)  # not repr: a set has no order
         self.fingerprint = hashlib.sha256(text.encode()).hexdigest()

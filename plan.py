@@ -97,10 +97,13 @@ def show_ranks(name, pool, roles, config):
 def show_batch(worlds, config):
     """Prompts, responses, updates and tokens of a step. `worlds`: how many devices each role has."""
     rollout, prompts, sp = config.rollout, config.data.batch_size, config.model.sp
-    responses, engines, steps = prompts * rollout.n, worlds["rollout"] // rollout.tp, total_steps(config)
+    responses, steps = prompts * rollout.n, total_steps(config)
     longest = config.data.max_prompt_length + rollout.max_response_length
     print(f"\none step: {prompts} prompts x {rollout.n} = {responses} responses, each up to {longest} tokens "
-          f"with its prompt\n  {engines} engines: about {responses / engines:g} responses each")
+          "with its prompt")
+    if "rollout" in worlds:
+        engines = worlds["rollout"] // rollout.tp
+        print(f"  {engines} engines: about {responses / engines:g} responses each")
     for role in (role for role in TRAINED if role in worlds):
         settings, dp = settings_of(role, config), worlds[role] // sp
         size, epochs, tokens = settings.mini_batch_size, settings.epochs, settings.max_tokens_per_device
