@@ -47,6 +47,12 @@ def _begin(spec):
     reward_function(spec)
 
 
+def last_turn(ids, mask):
+    """The ids of the last run of ones in the mask: what the model wrote last."""
+    end = len(mask) - int((mask.flip(0).cumsum(0) == 0).sum())
+    return ids[end - int(mask[:end].flip(0).cumprod(0).sum()) : end]
+
+
 class Rewards:
     """Scores responses in processes that can be killed: a function that hangs or crashes costs its sample.
 
@@ -67,10 +73,12 @@ class Rewards:
 
     def show(self, what, errors, total):
         """Show the first error of a run. When all of a step's samples failed, it ends the run."""
-        text = f"{what}: {len(errors)} of {total} samples failed: {errors[:1]}"
-        if errors and len(errors) == total:
+        if not errors:
+            return
+        text = f"{what}: {len(errors)} of {total} samples failed: {errors[0]}"
+        if len(errors) == total:
             raise RuntimeError(text)
-        if errors and what not in self.shown:
+        if what not in self.shown:
             print(text, file=sys.stderr)
             self.shown.add(what)
 
@@ -86,9 +94,8 @@ class Rewards:
         mask_truncated a cut response has a response_mask of 0.
         """
         options, masks, limit = self.options, batch["response_mask"], self.max_response_length
-        own = [int(mask.flip(0).cumprod(0).sum()) for mask in masks]  # tokens of the model's last turn
-        texts = [self.tokenizer.decode(ids[len(ids) - last:], skip_special_tokens=True)
-                 for ids, last in zip(batch["response_ids"], own)]
+        turns = [last_turn(ids, mask) for ids, mask in zip(batch["response_ids"], masks)]
+        texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in turns]
         tasks = [(options.function, *task) for task in zip(texts, batch["answer"], batch["entry"])]
         futures = [self.pool.schedule(_call, task, timeout=options.timeout) for task in tasks]
         errors = [future.exception() for future in futures if future.exception()]  # waits
@@ -116,9 +123,11 @@ class Rewards:
             scores -= options.overlong_penalty * (1 - room / options.overlong_buffer).clamp(0, 1)
         batch["scores"] = scores.tolist()
         batch["prediction"] = [r.get("prediction", text.strip()) for r, text in zip(results, texts)]
-        batch["token_level_scores"] = [
-            rewards.index_add(0, mask.nonzero()[-1:, 0], (score - rewards.sum()).float()[None])
-            for mask, score, rewards in zip(masks, scores, turn_rewards)]
+        batch["token_level_scores"] = []
+        for mask, score, rewards in zip(masks, scores, turn_rewards):
+            last = mask.nonzero()[-1:, 0]
+            rest = (score - rewards.sum()).float().expand(len(last))
+            batch["token_level_scores"].append(rewards.index_add(0, last, rest))
         for name in sorted({name for result in results for name in result} - {"score", "prediction"}):
             mean = torch.tensor([result.get(name, math.nan) for result in results]).nanmean()
             metrics.setdefault(f"reward/{name}", mean)  # ours have the right to their names

@@ -88,7 +88,7 @@ class Notebook:
 def again(messages, row):
     """A user who asks for more until the model has spoken row["turns"] times, with a reward of 1, 2, 3, ..."""
     turns = sum(message["role"] == "assistant" for message in messages)
-    return "? >", turns == row["turns"], turns
+    return "?>", turns == row["turns"], turns
 
 
 def fails(messages, row):
@@ -345,7 +345,7 @@ def test_validation_metrics():
 
 @pytest.fixture(scope="module")
 def game():
-    """(engine, model): a random model never ends a turn for long, so turns are cut at two tokens."""
+    """(engine, model): a random model, whose turns are cut at eight tokens."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     config = settings("rollout.max_turn_tokens=8", "rollout.max_response_length=96", "data.max_prompt_length=16",
@@ -355,6 +355,14 @@ def game():
     engine = Rollout(config, path, data.load_tokenizer(path, False), "cpu", mesh)
     yield engine, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     engine.shutdown()
+
+
+@pytest.fixture
+def awake(game):
+    engine, model = game
+    sync(engine, model)
+    yield engine
+    engine.release()
 
 
 def batch_of(turns, n=1):
@@ -367,16 +375,14 @@ def batch_of(turns, n=1):
     return {name: [row[name] for row in rows] for name in rows[0]}
 
 
-def test_logprobs_of_what_the_model_wrote_equal_the_trainers(game):
-    engine, model = game
-    sync(engine, model)
-    answered = engine.generate(batch_of([1, 2, 5, 8]), step=1, sampling={"temperature": 1.0, "ignore_eos": True})
+def test_logprobs_of_what_the_model_wrote_equal_the_trainers(awake, game):
+    answered = awake.generate(batch_of([1, 2, 5, 8]), step=1, sampling={"temperature": 1.0, "ignore_eos": True})
     assert answered["turns"] == [1, 2, 5, 8]
     for ids, mask, logprobs in zip(*(answered[c] for c in ("response_ids", "response_mask", "rollout_logprobs"))):
         assert len(ids) == len(mask) == len(logprobs) and mask[0] == mask[-1] == 1
         assert (logprobs[mask == 0] == 0).all()
     between = [int((mask == 0).sum()) for mask in answered["response_mask"]]
-    assert between == [0, 4, 4 * 4, 7 * 4]  # the end of a turn that was cut, and "? >"
+    assert between == [0, 3, 4 * 3, 7 * 3]  # the end of a turn that was cut, and "?>"
     masked = {"prompt_ids": [], "response_ids": [], "rollout_logprobs": []}
     for row in range(4):  # every turn as a response to all that came before
         whole, mask = torch.cat([answered["prompt_ids"][row], answered["response_ids"][row]]), answered["response_mask"][row]
@@ -384,42 +390,35 @@ def test_logprobs_of_what_the_model_wrote_equal_the_trainers(game):
             masked["prompt_ids"].append(whole[: place + 2])
             masked["response_ids"].append(whole[place + 2 : place + 3])
             masked["rollout_logprobs"].append(answered["rollout_logprobs"][row][place : place + 1])
-    assert worst_logprob_error(model, masked, 1.0) < 1e-4
-    engine.release()
+    assert worst_logprob_error(game[1], masked, 1.0) < 1e-4
 
 
-def test_no_barrier_between_turns(game):
+def test_no_barrier_between_turns(awake):
     """64 episodes of 1 to 8 turns of 1 to 8 tokens take less than 1.3 times what the tokens of their longest
     chain take, at the speed of 64 requests that decode together. A barrier would make it the sum of each turn's
     longest."""
-    engine, model = game
-    sync(engine, model)
     together = {"temperature": 1.0, "ignore_eos": True}
-    engine.generate(batch_of([1] * 64), step=1, sampling=together)  # warm
+    awake.generate(batch_of([1] * 64), step=1, sampling=together)  # warm
     start = time.monotonic()
-    engine.generate(batch_of([1] * 64), step=2, sampling=together)
+    awake.generate(batch_of([1] * 64), step=2, sampling=together)
     token = (time.monotonic() - start) / 8
     start = time.monotonic()
-    answered = engine.generate(batch_of([1 + number % 8 for number in range(64)]), step=3, sampling={"temperature": 1.0})
+    answered = awake.generate(batch_of([1 + number % 8 for number in range(64)]), step=3, sampling={"temperature": 1.0})
     seconds = time.monotonic() - start
-    engine.release()
     assert sorted(answered["turns"]) == sorted(1 + number % 8 for number in range(64))
     chain = max(int(mask.sum()) for mask in answered["response_mask"])
     assert chain < 8 * 8 / 1.3 and seconds < 1.3 * chain * token, (chain, seconds, token)
 
 
-def test_oversampling_keeps_whole_groups(game):
-    engine, model = game
-    sync(engine, model)
+def test_oversampling_keeps_whole_groups(awake):
     options = {"temperature": 1.0, "ignore_eos": True}
     for step in (1, 2):  # the aborted leave nothing behind
-        answered = engine.generate(batch_of([1, 8, 1, 8], n=4), step=step, sampling=options, share=0.5)
+        answered = awake.generate(batch_of([1, 8, 1, 8], n=4), step=step, sampling=options, share=0.5)
         ends = {uid: {end for u, end in zip(answered["uid"], answered["finish_reason"]) if u == uid} for uid in range(4)}
         assert ends[1] == ends[3] == {"abort"} and "abort" not in ends[0] | ends[2]
         assert [len(ids) > 0 for ids in answered["response_ids"]] == [end != "abort" for end in answered["finish_reason"]]
-    alone = engine.generate(batch_of([1, 8, 1, 8], n=4), step=2, sampling=options)
+    alone = awake.generate(batch_of([1, 8, 1, 8], n=4), step=2, sampling=options)
     assert all(torch.equal(a, b) for a, b in zip(alone["response_ids"][:4], answered["response_ids"][:4]))
-    engine.release()
 
 
 # ---- Whole runs --------------------------------------------------------------------------------------------
@@ -463,6 +462,6 @@ def test_rollout_only(tmp_path):
     run = Run(tmp_path / "only", *GUESS, "trainer.steps=2", "rollout.only=true")
     assert run.wait() == 0, run.log.read_text()[-3000:]
     samples = [json.loads(line) for line in (run.directory / "samples.jsonl").read_text().splitlines()]
-    assert [sample["step"] for sample in samples] == [1] * 160 + [2] * 160 + [2] * 10  # and a validation
+    assert [sample["step"] for sample in samples] == [1] * 160 + [2] * 160
     assert all(0 <= sample["scores"] <= 1 for sample in samples)
     assert not any(name.startswith("actor/") for row in run.rows() for name in row)

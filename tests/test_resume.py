@@ -294,7 +294,7 @@ def test_a_dead_engine_ends_the_run(engine):
     """SIGKILL of the engine in the middle of a rollout."""
     errors = engine.errors.read_text()
     assert engine.code not in (0, 2)
-    assert f"engine process {engine.engine.pid} has died, exit code -9" in errors and "_respond_all" in errors
+    assert f"engine process {engine.engine.pid} has died, exit code -9" in errors and "_play_all" in errors
 
 
 def test_it_restarts_by_itself(killed):
