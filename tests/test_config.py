@@ -262,7 +262,7 @@ IDLE = [  # a word, what makes it have no effect, what makes it have one, the re
     ("critic.min_lr_ratio=0.1", [GAE], [GAE, "critic.schedule=cosine"], "critic.schedule is constant"),
     ("rollout.correction_cap=3.0", [], ["rollout.correction=token"], "rollout.correction is off"),
     ("reward.overlong_penalty=0.5", [], ["reward.overlong_buffer=9"], "reward.overlong_buffer is 0"),
-    ("validation.n=2", [], ["data.val=reasoning_gym:chain_sum"], "data.val is null"),
+    ("validation.n=2", ["validation.temperature=1"], ["validation.temperature=1", "data.val=reasoning_gym:chain_sum"], "data.val is null"),
     ("reward_model.weight=2", [], ["reward_model.path=org/name"], "reward_model.path is null"),
     ("actor.lora_alpha=8", [], ["actor.lora_rank=8"], "actor.lora_rank is 0"),
     ("model.attn_implementation=eager", ["model.sp=2", "pools.main.devices_per_node=2"], [], "model.sp is above 1"),

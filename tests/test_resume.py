@@ -57,7 +57,8 @@ def saved(run, step):
 
 def engine_in_rollout(run):
     """The engine's process, in the middle of a rollout: Ray puts a worker's method into its title."""
-    worker, engine = (run.processes(title)[0] for title in ("ray::Worker", "sglang::scheduler"))
+    # A title is empty for the moment in which it is written anew.
+    worker, engine = (until(run, lambda: run.processes(title))[0] for title in ("ray::Worker", "sglang::sch"))
     until(run, lambda: worker.cmdline()[0] == "ray::Worker.generate")
     return engine
 
@@ -294,7 +295,7 @@ def test_a_dead_engine_ends_the_run(engine):
     """SIGKILL of the engine in the middle of a rollout."""
     errors = engine.errors.read_text()
     assert engine.code not in (0, 2)
-    assert f"engine process {engine.engine.pid} has died, exit code -9" in errors and "_play_all" in errors
+    assert f"engine process {engine.engine.pid} has died, exit code -9" in errors and ", in generate\n" in errors
 
 
 def test_it_restarts_by_itself(killed):
