@@ -262,15 +262,29 @@ def split(batch, parts):
     return [sorted(share) for share in shares]
 
 
+PADDING = 0.05  # of a micro-batch, at most
+
+
 def micro_batches(batch, budget, share_prompt=True, unit_tokens=1024):
     """Plans forward passes: a list of micro-batches, each a list of units, each a list of row indices.
 
     A unit is one row of the model's input: a prompt and, with `share_prompt`, as many responses of its group
     as keep it within min(budget, unit_tokens); else one response. A micro-batch, padded to its longest unit,
-    is within `budget` tokens, or is one response that alone is over it. Every row is in exactly one unit.
+    is within `budget` tokens, or is one response that alone is over it; at most PADDING of it is padding, so
+    lengths that differ much make more micro-batches. Every row is in exactly one unit.
     """
     limit = min(budget, unit_tokens) if share_prompt else 0
     units = [unit for group in _groups(batch)
              for unit in _chunks(group, lambda rows: _tokens(batch, rows) <= limit)]
     units.sort(key=lambda unit: -_tokens(batch, unit))
-    return _chunks(units, lambda units: len(units) * _tokens(batch, units[0]) <= budget)
+
+    def fits(units):
+        return len(units) * _tokens(batch, units[0]) <= budget and padding(batch, [units]) <= PADDING
+
+    return _chunks(units, fits)
+
+
+def padding(batch, plan):
+    """The share of a plan's positions that are padding."""
+    tokens = [[_tokens(batch, unit) for unit in units] for units in plan]
+    return 1 - sum(map(sum, tokens)) / max(1, sum(len(row) * max(row) for row in tokens))
