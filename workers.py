@@ -242,10 +242,7 @@ class Worker:
         settings, loss_function = getattr(self.config, role), getattr(self, f"{role}_loss")
         totals, widest = defaultdict(float), torch.zeros(1, device=self.device)
         torch.manual_seed(self.config.seed + schedule.last_epoch)  # clip_cov draws: the same when resumed
-        plan = self.micro_batches(batch, role)
-        share = self.sequence.size() / self.world  # so that the sum over ranks, below, is the mean
-        totals["padding"] = share * data.padding(batch, [units for units, weight in plan if weight])
-        for units, weight in plan:
+        for units, weight in self.micro_batches(batch, role):
             with_entropy = role == "actor" and (settings.entropy_coef or settings.old_logprobs != "recompute")
             columns, outputs = self.forward(role, batch, units, weight, with_entropy)
             loss, stats = loss_function(columns, *outputs, norm)

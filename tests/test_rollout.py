@@ -200,6 +200,8 @@ def test_memory_comes_back_stage_by_stage(engine, model):
     engine.generate(batch_of(1, groups=4, length=2000), step=0, sampling=sampling)
     weights = sum(parameter.nbytes for parameter in model.parameters()) / MIB
     full = engine.memory()["engine_0"]
+    idle = engine._engine.tokenizer_manager.flush_cache(timeout_s=60.0)  # as in Rollout.release
+    engine._call(engine._engine.loop.run_until_complete, idle)
     engine._call(engine._engine.release_memory_occupation, ["kv_cache"])
     without_cache = engine.memory()["engine_0"]
     engine._call(engine._engine.release_memory_occupation, ["weights"])
