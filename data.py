@@ -279,12 +279,8 @@ def micro_batches(batch, budget, share_prompt=True, unit_tokens=1024):
     units.sort(key=lambda unit: -_tokens(batch, unit))
 
     def fits(units):
-        return len(units) * _tokens(batch, units[0]) <= budget and padding(batch, [units]) <= PADDING
+        tokens = [_tokens(batch, unit) for unit in units]
+        positions = len(units) * tokens[0]
+        return positions <= budget and positions - sum(tokens) <= PADDING * positions
 
     return _chunks(units, fits)
-
-
-def padding(batch, plan):
-    """The share of a plan's positions that are padding."""
-    tokens = [[_tokens(batch, unit) for unit in units] for units in plan]
-    return 1 - sum(map(sum, tokens)) / max(1, sum(len(row) * max(row) for row in tokens))
