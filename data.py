@@ -223,7 +223,7 @@ def conversations(batch, tokenizer, own):
             "response_mask": [mask] * rows}
 
 
-def _tokens(batch, rows):
+def count_tokens(batch, rows):
     """Tokens of rows of one group, whose prompt is computed once."""
     responses = batch.get("response_ids") or [()] * len(batch["uid"])  # none before generation
     return len(batch["prompt_ids"][rows[0]]) + sum(len(responses[row]) for row in rows)
@@ -255,10 +255,10 @@ def split(batch, parts):
     if len(groups) < parts:
         groups = [[row] for row in range(len(batch["uid"]))]
     shares, tokens = [[] for _ in range(parts)], [0] * parts
-    for group in sorted(groups, key=lambda group: -_tokens(batch, group)):
+    for group in sorted(groups, key=lambda group: -count_tokens(batch, group)):
         least = tokens.index(min(tokens))
         shares[least] += group
-        tokens[least] += _tokens(batch, group)
+        tokens[least] += count_tokens(batch, group)
     return [sorted(share) for share in shares]
 
 
@@ -275,11 +275,11 @@ def micro_batches(batch, budget, share_prompt=True, unit_tokens=1024):
     """
     limit = min(budget, unit_tokens) if share_prompt else 0
     units = [unit for group in _groups(batch)
-             for unit in _chunks(group, lambda rows: _tokens(batch, rows) <= limit)]
-    units.sort(key=lambda unit: -_tokens(batch, unit))
+             for unit in _chunks(group, lambda rows: count_tokens(batch, rows) <= limit)]
+    units.sort(key=lambda unit: -count_tokens(batch, unit))
 
     def fits(units):
-        tokens = [_tokens(batch, unit) for unit in units]
+        tokens = [count_tokens(batch, unit) for unit in units]
         positions = len(units) * tokens[0]
         return positions <= budget and positions - sum(tokens) <= PADDING * positions
 

@@ -248,6 +248,9 @@ class Worker:
             loss, stats = loss_function(columns, *outputs, norm)
             loss.backward()
             totals["loss"] += loss.item()
+            sizes = [data.count_tokens(batch, unit) for unit in units if batch["uid"]]
+            totals["positions"] += len(sizes) * max(sizes, default=0)
+            totals["used"] += weight * sum(sizes)
             for name, tensor in stats.items():
                 per_token = tensor.detach() * columns["response_mask"]
                 totals[name] += per_token.sum().item() / max(norm["tokens"], 1)
@@ -265,6 +268,7 @@ class Worker:
         optimizer.zero_grad()
         metrics = dict(zip(totals, sums.tolist()), grad_norm=grad_norm, lr=schedule.get_last_lr()[0])
         metrics["skipped_updates"] = float(not finite)
+        metrics[f"perf/padding_{role}"] = 1 - metrics.pop("used") / metrics.pop("positions")
         if "rollout/logprob_diff_mean" in metrics:
             metrics["rollout/logprob_diff_max"] = widest.item()
         schedule.step()

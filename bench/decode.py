@@ -1,8 +1,8 @@
-"""Decoding on CPU: python bench/decode.py [requests] [tokens]  (default 64 32)
+"""Decoding on CPU: python bench/decode.py [requests] [tokens] [dtype]  (default 64 32 float32)
 
 Our attention for CPU (sglang_cpu.py, batched over requests) against the one that SGLang has there (torch_native, one
-request after the other), with SmolLM2 in float32 and prompts of 46 tokens. The two engines live side by side and
-take turns; the median of three. Greedy tokens must be the same. Target: 2.5 times.
+request after the other), with SmolLM2 and prompts of 46 tokens. The two engines live side by side and take turns; the
+median of three. Greedy tokens must be the same in float32. Target: 2.5 times.
 """
 import statistics
 import sys
@@ -19,17 +19,18 @@ from config import load
 from rollout import Rollout
 
 
-def main(requests=64, length=32):
+def main(requests=64, length=32, dtype="float32"):
+    requests, length = int(requests), int(length)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     mesh, engines, seconds, tokens = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp")), {}, {}, {}
     for backend in ("batched_cpu", "torch_native"):
         config = load(["recipes/chain_sum.yaml"], [
-            f"rollout.max_response_length={length}", f"rollout.engine_args={{attention_backend: {backend}}}",
+            f"rollout.max_response_length={length}", f"rollout.dtype={dtype}", f"rollout.engine_args={{attention_backend: {backend}}}",
         ])
         path = data.resolve_model(config.model.path)
         engine = Rollout(config, path, data.load_tokenizer(path, False), "cpu", mesh)
         engine.resume("weights")
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
         engine.update_weights(model.named_parameters())
         engine.resume("kv_cache")
         engines[backend], seconds[backend] = engine, []
@@ -54,4 +55,4 @@ def main(requests=64, length=32):
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(*sys.argv[1:])

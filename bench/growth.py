@@ -4,6 +4,7 @@ The time of a whole step against the number of responses (64, 128, 256), their l
 task makes full use of) and the ranks (1, 2), with SmolLM2 in float32; the median of steps 2 and 3 of a run each. The
 fit is the exponent of time ~ size^e over the first and the last column: 1 is linear, less is better.
 """
+import functools
 import json
 import math
 import shutil
@@ -26,6 +27,7 @@ def length(response, answer, row):
     return len(response) % 7 / 7
 
 
+@functools.cache
 def step_seconds(prompts, tokens, ranks):
     shutil.rmtree(PLACE, ignore_errors=True)
     words = [

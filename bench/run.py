@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-PROGRAMS = ("vs_trl", "decode", "logprob_memory", "agent_overhead", "advantages", "growth", "size")
+PROGRAMS = ("vs_trl 5", "step", "decode", "decode 64 32 bfloat16", "logprob_memory", "agent_overhead", "startup", "growth",
+            "advantages", "size")
 PACKAGES = ("torch", "transformers", "sglang", "ray")
 
 
@@ -25,9 +26,10 @@ def main(*programs):
     parts = [f"# Measured on {time.strftime('%Y-%m-%d')}\n\n{machine()}; Python {platform.python_version()}, {versions}.\n"]
     for program in programs or PROGRAMS:
         start = time.monotonic()
-        done = subprocess.run([sys.executable, HERE / f"{program}.py"], stdout=subprocess.PIPE, text=True)
+        name, *words = program.split()
+        done = subprocess.run([sys.executable, HERE / f"{name}.py", *words], stdout=subprocess.PIPE, text=True)
         lines = [line for line in done.stdout.splitlines() if line.strip()]
-        took = f"`python bench/{program}.py`, {time.monotonic() - start:.0f} s, exit code {done.returncode}"
+        took = f"`python {' '.join([f'bench/{name}.py', *words])}`, {time.monotonic() - start:.0f} s, exit code {done.returncode}"
         parts.append(f"## {program}\n\n{took}\n\n```\n" + "\n".join(lines) + "\n```\n")
         (HERE / "results.md").write_text("\n".join(parts))
         print(parts[-1], flush=True)
