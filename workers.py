@@ -238,10 +238,10 @@ class Worker:
         loss is its part of the whole, so gradients just add up, whatever the split. Returns metrics, equal on
         all ranks.
         """
-        model, optimizer, schedule = self.models[role], self.optimizers[role], self.schedules[role]
         settings, loss_function = getattr(self.config, role), getattr(self, f"{role}_loss")
         totals, widest = defaultdict(float), torch.zeros(1, device=self.device)
-        torch.manual_seed(self.config.seed + schedule.last_epoch)  # clip_cov draws: the same when resumed
+        number = self.schedules[role].last_epoch  # of this update in the run
+        torch.manual_seed(self.config.seed + number)  # clip_cov draws: the same when resumed
         for units, weight in self.micro_batches(batch, role):
             with_entropy = role == "actor" and (settings.entropy_coef or settings.old_logprobs != "recompute")
             columns, outputs = self.forward(role, batch, units, weight, with_entropy)
@@ -256,23 +256,33 @@ class Worker:
                 totals[name] += per_token.sum().item() / max(norm["tokens"], 1)
                 if name == "rollout/logprob_diff_mean":
                     widest = torch.maximum(widest, per_token.max())
+        metrics = self.sum_over_ranks(totals, widest) | self.step_optimizer(role)
+        metrics[f"perf/padding_{role}"] = 1 - metrics.pop("used") / metrics.pop("positions")
+        return {name if "/" in name else f"{role}/{name}": value for name, value in metrics.items()}
+
+    def sum_over_ranks(self, totals, widest):
+        """Parts of the mini-batch's means from all ranks together, and the largest gap to the engine."""
         sums = torch.tensor(list(totals.values()), dtype=torch.float64, device=self.device)
         dist.all_reduce(sums)
         sums /= self.sequence.size()  # these ranks have counted the same rows
         dist.all_reduce(widest, op=dist.ReduceOp.MAX)
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_grad)
-        grad_norm = grad_norm.full_tensor().item()
+        metrics = dict(zip(totals, sums.tolist()))
+        if "rollout/logprob_diff_mean" in metrics:
+            metrics["rollout/logprob_diff_max"] = widest.item()
+        return metrics
+
+    def step_optimizer(self, role):
+        """Clip the gradient to its norm over all ranks and take a step, unless that norm is not finite."""
+        parameters, limit = self.models[role].parameters(), getattr(self.config, role).clip_grad
+        optimizer, schedule = self.optimizers[role], self.schedules[role]
+        grad_norm = torch.nn.utils.clip_grad_norm_(parameters, limit).full_tensor().item()
         finite = math.isfinite(grad_norm)
         if finite:
             optimizer.step()
         optimizer.zero_grad()
-        metrics = dict(zip(totals, sums.tolist()), grad_norm=grad_norm, lr=schedule.get_last_lr()[0])
-        metrics["skipped_updates"] = float(not finite)
-        metrics[f"perf/padding_{role}"] = 1 - metrics.pop("used") / metrics.pop("positions")
-        if "rollout/logprob_diff_mean" in metrics:
-            metrics["rollout/logprob_diff_max"] = widest.item()
+        lr = schedule.get_last_lr()[0]
         schedule.step()
-        return {name if "/" in name else f"{role}/{name}": value for name, value in metrics.items()}
+        return {"grad_norm": grad_norm, "lr": lr, "skipped_updates": float(not finite)}
 
     def actor_loss(self, columns, logprobs, entropy, norm):
         """Policy loss + kl_coef * KL(policy, reference) - entropy_coef * entropy, as parts of the
