@@ -498,14 +498,9 @@ def checkpoints(directory):
 # ---- One run -----------------------------------------------------------------------------------------------
 
 
-def run(config):
-    """Train as `config` (already checked) says. Whatever ends it, no process of the run stays behind."""
-    # Seconds of imports, which a run with a wrong config is spared.
+def import_libraries():
+    """What takes seconds to import, which a run with a wrong config is spared. A Trainer needs it first."""
     global Agent, PlacementGroup, Worker, algos, data, free_address, models, ray, scoring, tensorboard, torch
-    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # libraries' words about kernels that are not here
-    os.environ.setdefault("RAY_worker_niceness", "0")  # with Ray's 15 every other program would go first
-    if config.ray.address is None:
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # a private Ray then listens on loopback only
     import ray
     import torch
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as PlacementGroup
@@ -514,11 +509,20 @@ def run(config):
     import algos
     import data
     import models
-    import report
     import scoring
     from agent import Agent
     from engine import free_address
     from workers import Worker
+
+
+def run(config):
+    """Train as `config` (already checked) says. Whatever ends it, no process of the run stays behind."""
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # libraries' words about kernels that are not here
+    os.environ.setdefault("RAY_worker_niceness", "0")  # with Ray's 15 every other program would go first
+    if config.ray.address is None:
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # a private Ray then listens on loopback only
+    import_libraries()
+    import report
 
     configuration.end_on_signals()
     launch = "torchrun" if "RANK" in os.environ else config.launch

@@ -44,21 +44,10 @@ class Run:
         return code
 
     def processes(self, title=""):
-        """Its living processes, of the command line that begins with `title`."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                mine = process.environ().get("KILO_TEST") == self.mark
-                living = process.status() != psutil.STATUS_ZOMBIE
-                if mine and living and " ".join(process.cmdline()).startswith(title):
-                    found.append(process)
-        return found
+        return marked(self.mark, title)
 
     def assert_nothing_left(self, within=20):
-        deadline = time.monotonic() + within
-        while self.processes() and time.monotonic() < deadline:
-            time.sleep(0.5)
-        assert not self.processes(), [process.cmdline()[:4] for process in self.processes()]
+        assert_nothing_left(self.mark, within)
 
     def kill(self):
         for process in self.processes():
@@ -77,6 +66,25 @@ class Run:
         path = self.directory / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         return [json.loads(line) for line in lines]
+
+
+def marked(mark, title=""):
+    """The living processes with KILO_TEST=`mark` in their environment, of the command line that begins with `title`."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            mine = process.environ().get("KILO_TEST") == mark
+            living = process.status() != psutil.STATUS_ZOMBIE
+            if mine and living and " ".join(process.cmdline()).startswith(title):
+                found.append(process)
+    return found
+
+
+def assert_nothing_left(mark, within=20):
+    deadline = time.monotonic() + within
+    while marked(mark) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert not marked(mark), [process.cmdline()[:4] for process in marked(mark)]
 
 
 def repeatable(rows):
