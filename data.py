@@ -79,10 +79,18 @@ def load_rows(spec, options, key="data.train"):
         raise ValueError(f"{key}={spec}: {' '.join(text.split())}") from error
 
 
+def on_hub(spec):
+    """Whether a data spec, if it is right, names a dataset on the hub: org/name without a folder org."""
+    name = spec.partition("?")[0]
+    here = ":" in name or name.endswith((".jsonl", ".parquet")) or Path(name).parent.is_dir()
+    return name.count("/") == 1 and not here
+
+
 def check(options):
-    """Refuses a config's `data` section whose rows cannot be read, by reading the first of each source."""
+    """Refuses a config's `data` section whose rows cannot be read, by reading the first of each source that
+    need not be fetched."""
     for key, spec in (("data.train", options.train), ("data.val", options.val)):
-        if spec is not None:
+        if spec is not None and not on_hub(spec):
             next(load_rows(spec, options, key), None)
 
 

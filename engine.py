@@ -44,11 +44,7 @@ def engine_arguments(config, model_path, device, hosts=("",), node=0):
         "skip_tokenizer_init": True,
         "sleep_on_idle": True,  # or an idle scheduler holds a core of the trainer
     }
-    if device == "cpu":
-        import sglang_cpu
-
-        arguments |= sglang_cpu.ENGINE_ARGS
-    else:
+    if device != "cpu":
         arguments |= {"mem_fraction_static": rollout.mem_fraction, "enable_memory_saver": rollout.release}
     if len(hosts) > 1:
         arguments |= {"nnodes": len(hosts), "node_rank": node, "dist_init_addr": hosts[0]}
@@ -79,6 +75,7 @@ def start_engine(arguments, devices):
     if arguments["device"] == "cpu":
         import sglang_cpu
 
+        arguments = sglang_cpu.ENGINE_ARGS | arguments
         variables |= sglang_cpu.environment(arguments["tp_size"])
     else:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices)

@@ -141,7 +141,10 @@ def gather_tokens(part, mine, group):
 def check_shape(role, path, config):
     """Raises ValueError for a model that cannot be cut or packed as the config says. No weights are read."""
     options = {"trust_remote_code": config.model.trust_remote_code, **config.model.overrides}
-    shape = AutoConfig.from_pretrained(path, **options).get_text_config()
+    try:
+        shape = AutoConfig.from_pretrained(path, **options).get_text_config()
+    except OSError as error:  # without a network transformers does not say which model it was
+        raise ValueError(f"{path}: {error}") from error
     heads = shape.num_attention_heads
     for key, size in (("model.sp", config.model.sp), ("rollout.tp", config.rollout.tp)):
         if heads % size and (key == "model.sp" or role == "rollout"):
@@ -152,23 +155,43 @@ def check_shape(role, path, config):
                          "which has layers with sliding attention")
 
 
-def build_model(role, path, settings, config, mesh):
-    """An FSDP2 model on `mesh`, with a head as VALUED says.
-
-    Rank 0 reads the weights, the other ranks build on the meta device and receive their shards from it, so a
-    full copy exists once per job and only while loading. Master weights are float32; `settings.compute_dtype`
-    is the precision of the passes. Dropout of any name is set to 0: a ratio of new to old log-probs must be 1
-    before the first update.
-    """
+def model_class(role, path, config):
+    """(transformers' class for a role's model, its config): with a head as VALUED says, and no dropout of any
+    name, because the ratio of new to old log-probs must be 1 before the first update."""
     trust = config.model.trust_remote_code
     model_config = AutoConfig.from_pretrained(path, trust_remote_code=trust, **config.model.overrides)
     for name in list(vars(model_config)):
         if name.endswith(("dropout", "pdrop")):
             setattr(model_config, name, 0.0)
-    auto = AutoModelForCausalLM
-    if role in VALUED:
-        auto, model_config.num_labels = AutoModelForTokenClassification, 1
-    kwargs = {"trust_remote_code": trust, "dtype": torch.float32}
+    if role not in VALUED:
+        return AutoModelForCausalLM, model_config
+    model_config.num_labels = 1
+    return AutoModelForTokenClassification, model_config
+
+
+def prepare(model, settings, seed):
+    """Make a model as transformers gives it ready for training, with its adapter if it has one."""
+    if getattr(settings, "lora_rank", 0):
+        torch.manual_seed(seed)  # B is 0 and A is drawn: the first policy is the base model
+        size = {"r": settings.lora_rank, "lora_alpha": settings.lora_alpha}
+        model.add_adapter(LoraConfig(**size, target_modules=settings.lora_targets))
+    if getattr(settings, "gradient_checkpointing", False):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0  # some heads have one that no config names
+    model.train()
+
+
+def build_model(role, path, settings, config, mesh):
+    """An FSDP2 model on `mesh`.
+
+    Rank 0 reads the weights, the other ranks build on the meta device and receive their shards from it, so a
+    full copy exists once per job and only while loading. Master weights are float32; `settings.compute_dtype`
+    is the precision of the passes.
+    """
+    auto, model_config = model_class(role, path, config)
+    kwargs = {"trust_remote_code": config.model.trust_remote_code, "dtype": torch.float32}
     kwargs["attn_implementation"] = "ulysses" if config.model.sp > 1 else config.model.attn_implementation
     if dist.get_rank() == 0:
         model, loading = auto.from_pretrained(path, config=model_config, output_loading_info=True, **kwargs)
@@ -184,16 +207,7 @@ def build_model(role, path, settings, config, mesh):
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
         _apply_liger_kernel_to_instance(model=model)
-    if getattr(settings, "lora_rank", 0):
-        torch.manual_seed(config.seed)  # B is 0 and A is drawn: the first policy is the base model
-        size = {"r": settings.lora_rank, "lora_alpha": settings.lora_alpha}
-        model.add_adapter(LoraConfig(**size, target_modules=settings.lora_targets))
-    if getattr(settings, "gradient_checkpointing", False):
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0  # some heads have one that no config names
-    model.train()
+    prepare(model, settings, config.seed)
     if role in VALUED:
         model.forward = functools.partial(token_values, model.forward)
     else:

@@ -1,38 +1,43 @@
 """What a run would do, without starting it: python train_ppo.py --config FILE --dry-run
 
 Prints who does what on which device, the engine's arguments, the arithmetic of a batch and an estimate of
-memory, for the config's pools, whether or not their devices are here. It speaks of GPUs; on CPUs everything
-has the same place. Models are built on the meta device: parameters are counted and no weights are read. Not
-estimated: activations, the weight sync's buckets, uneven shards, what Python, CUDA and NCCL hold.
+memory, for the config's pools, whether or not their devices are here. Models are built on the meta device:
+parameters are counted and no weights are read. Of what is on a hub only a model's config is fetched, and its
+tokenizer for tools. Not estimated: the weight sync's buckets, uneven shards, what an allocator cannot use,
+what CUDA and NCCL hold.
 """
 
-from pathlib import Path
-
 import torch
-from peft import LoraConfig
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 import data
+from agent import Agent
 from config import roles_needed
 from engine import engine_arguments
-from models import VALUED, check_shape
+from models import VALUED, check_shape, model_class, prepare
+from rehearsal import activations
 
 START_ORDER = ("critic", "ref", "reward", "actor", "rollout")
 TRAINED = ("critic", "actor")
-NOTHING = dict.fromkeys(("parameters", "trained", "weights", "gradients", "optimizer", "unsharded", "logits",
-                         "kv cache"), 0)  # the columns of the estimate: two counts, then bytes
-PASSING = ("gradients", "unsharded", "logits")  # of one role at a time
+NOTHING = dict.fromkeys(("parameters", "trained", "weights", "gradients", "optimizer", "unsharded",
+                         "activations", "logits", "kv cache"), 0)  # the estimate: two counts, then bytes
+PASSING = ("gradients", "unsharded", "activations", "logits")  # of one role at a time
 MIB = 2**20
 LOGITS = 2**24  # so many exist at once, at most: models.token_logprobs
 LOGITS_COPIES = 5  # in float32, at the height of their backward pass: measured in tests/test_plan.py
 CPU_KV_TOKENS = 32768  # as in sglang_cpu.ENGINE_ARGS, which takes seconds to import
+LIBRARIES = {"rank": 1190, "engine": 1180}  # MiB of a process without a model: measured in tests/test_plan.py
 
 
 def show(config):
     """Print the plan of a checked config. Nothing is started or written, but a recipe may make its model.
 
-    Raises ValueError, before the first line, for a model that cannot be cut as the config says.
+    Raises ValueError, before the first line, for a model that cannot be cut as the config says, tools that do
+    not go with its chat template, and fewer rows than a batch has.
     """
+    steps, device = total_steps(config), planned_device(config)
+    if config.rollout.tools or config.rollout.interaction:
+        tokenizer = config.model.tokenizer or config.model.path
+        Agent(config, data.load_tokenizer(tokenizer, config.model.trust_remote_code))
     needed = roles_needed(config)
     adapter_off = "ref" in needed and config.actor.lora_rank and not config.ref.path
     roles = [role for role in START_ORDER if role in needed and not (role == "ref" and adapter_off)]
@@ -43,13 +48,19 @@ def show(config):
         show_ranks(name, pool, [role for role in roles if homes[role] == name], config)
     if adapter_off:
         print("ref: the actor with its adapter off\n")
-    print("engine arguments on GPUs, besides those above; on CPUs sglang_cpu.ENGINE_ARGS join")
-    for name, value in engine_arguments(config, data.resolve_model(config.model.path), "cuda").items():
+    print("engine arguments besides those above" + "; sglang_cpu.ENGINE_ARGS join" * (device == "cpu"))
+    for name, value in engine_arguments(config, data.resolve_model(config.model.path), device).items():
         print(f"  {name}={value!r}")
-    show_batch({role: worlds[name] for role, name in homes.items()}, config)
+    show_batch({role: worlds[name] for role, name in homes.items()}, steps, config)
     for name, world in worlds.items():
         parts = {role: memory(role, models, world, config) for role in roles if homes[role] == name}
         show_memory(name, parts, config)
+
+
+def planned_device(config):
+    """GPUs where there are some, or where bfloat16 asks for them."""
+    asked = "bfloat16" in (config.rollout.dtype, config.actor.compute_dtype)
+    return "cuda" if asked or torch.cuda.is_available() else "cpu"
 
 
 def settings_of(role, config):
@@ -58,17 +69,16 @@ def settings_of(role, config):
 
 
 def meta_model(role, config):
-    """The model that models.build_model makes for a role, with its adapter: the shapes, not the memory."""
-    settings, trust, auto = settings_of(role, config), config.model.trust_remote_code, AutoModelForCausalLM
+    """The model that models.build_model makes for a role, with its adapter: the shapes, not the memory. Its
+    attention is that of rehearsal.py."""
+    settings = settings_of(role, config)
     path = data.resolve_model(getattr(settings, "path", None) or config.model.path)
     check_shape("rollout" if role == "actor" else role, path, config)  # the engine has the actor's model
-    model_config = AutoConfig.from_pretrained(path, trust_remote_code=trust, **config.model.overrides)
-    if role in VALUED:
-        auto, model_config.num_labels = AutoModelForTokenClassification, 1
+    auto, model_config = model_class(role, path, config)
+    options = {"trust_remote_code": config.model.trust_remote_code, "attn_implementation": "fused"}
     with torch.device("meta"):
-        model = auto.from_config(model_config, trust_remote_code=trust)
-        if getattr(settings, "lora_rank", 0):
-            model.add_adapter(LoraConfig(r=settings.lora_rank, target_modules=settings.lora_targets))
+        model = auto.from_config(model_config, dtype=getattr(torch, settings.compute_dtype), **options)
+        prepare(model, settings, config.seed)
     return model if role in TRAINED else model.requires_grad_(False)
 
 
@@ -88,16 +98,17 @@ def show_ranks(name, pool, roles, config):
             first, last = leader // devices, (leader + tp - 1) // devices  # and its nodes
             if rank == leader or device == 0:
                 end = min(leader + tp, (node + 1) * devices) - node * devices - 1
-                part = f"  starts GPUs {device}-{end}: nnodes={last - first + 1} node_rank={node - first}"
+                part = f"  starts an engine on devices {device}-{end}: nnodes={last - first + 1}"
+                part += f" node_rank={node - first}"
                 part += f" dist_init_addr=node {first}" * (first < last) + ", serves" * (rank == leader)
         print(" ".join(f"{number:>6}" for number in row) + part)
     print()
 
 
-def show_batch(worlds, config):
+def show_batch(worlds, steps, config):
     """Prompts, responses, updates and tokens of a step. `worlds`: how many devices each role has."""
     rollout, prompts, sp = config.rollout, config.data.batch_size, config.model.sp
-    responses, steps = prompts * rollout.n, total_steps(config)
+    responses = prompts * rollout.n
     longest = config.data.max_prompt_length + rollout.max_response_length
     print(f"\none step: {prompts} prompts x {rollout.n} = {responses} responses, each up to {longest} tokens "
           "with its prompt")
@@ -115,12 +126,15 @@ def show_batch(worlds, config):
 
 
 def total_steps(config):
-    """Steps of the run (at most: rows may be dropped), or None if only a download would tell."""
-    spec, trainer = config.data.train, config.trainer
-    name = spec.partition("?")[0]
-    if trainer.steps or not (".py:" in name or name.startswith("reasoning_gym:") or Path(name).is_file()):
-        return trainer.steps
-    return trainer.epochs * (sum(1 for _ in data.load_rows(spec, config.data)) // config.data.batch_size)
+    """Steps of the run (at most: rows may be dropped), or None if only a download would tell. Raises
+    ValueError where there are not rows enough for one."""
+    spec, size = config.data.train, config.data.batch_size + config.rollout.oversample
+    if data.on_hub(spec):
+        return config.trainer.steps
+    rows = sum(1 for _ in data.load_rows(spec, config.data))
+    if rows < size:
+        raise ValueError(f"data.train={spec}: {rows} rows; data.batch_size must be at most that")
+    return config.trainer.steps or config.trainer.epochs * (rows // size)
 
 
 def count(module, trained=False):
@@ -139,25 +153,26 @@ def memory(role, models, world, config):
         heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
         width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
         token = 2 * shape.num_hidden_layers * -(-heads // rollout.tp) * width * size  # keys and values
-        cache = token * (rollout.kv_tokens or CPU_KV_TOKENS)
+        cache = token * (rollout.kv_tokens or CPU_KV_TOKENS * (planned_device(config) == "cpu"))
         return NOTHING | {"parameters": whole, "weights": whole * size / rollout.tp, "kv cache": cache}
     settings, unsharded = settings_of(role, config), 0
     layers = [module for module in model.modules() if type(module).__name__ in model._no_split_modules]
     for gradients in (False, True):  # of what is outside the layers, of one layer and of the next
         sizes = [count(layer, trained=gradients) for layer in layers]
         unsharded += count(model, trained=gradients) - sum(sizes) + 2 * max(sizes)
-    tokens = getattr(settings, "max_tokens_per_device", config.actor.max_tokens_per_device) / config.model.sp
-    logits = 0 if role in VALUED else min(LOGITS, tokens * shape.vocab_size)
+    tokens = getattr(settings, "max_tokens_per_device", config.actor.max_tokens_per_device)
+    logits = 0 if role in VALUED else min(LOGITS, tokens / config.model.sp * shape.vocab_size)
     return NOTHING | {
         "parameters": whole, "trained": trained, "weights": 4 * whole / shards,
         "gradients": 4 * trained / shards, "optimizer": 8 * trained / shards,  # AdamW: two moments
         "unsharded": unsharded * getattr(torch, settings.compute_dtype).itemsize,
+        "activations": activations(model, tokens, config),
         "logits": 4 * LOGITS_COPIES * logits}
 
 
 def show_memory(name, parts, config):
     """A row per role, and what is there together. `parts`: {role: what `memory` says}."""
-    print(f"\nMiB on each device of pool {name}, estimated without activations")
+    print(f"\nMiB on each device of pool {name}, estimated")
     print(" " * 7, *(f"{column:>11}" for column in NOTHING))
     for role, (whole, trained, *sizes) in ((role, sizes.values()) for role, sizes in parts.items()):
         print(f"{role:<7} {whole:>11} {trained:>11}", *(f"{size / MIB:>11.2f}" for size in sizes))
@@ -168,6 +183,6 @@ def show_memory(name, parts, config):
     training = kept + passing + engine * (not config.rollout.release)
     generating = engine + kept * (not config.actor.offload)
     print(f"together {training / MIB:.2f} while it trains, {generating / MIB:.2f} while it generates")
-    if "rollout" in parts and config.rollout.kv_tokens is None:
-        print(f"this is a kv cache of {CPU_KV_TOKENS} tokens, as on CPUs; on GPUs it takes what "
-              f"rollout.mem_fraction={config.rollout.mem_fraction} leaves beside the engine's weights")
+    if "rollout" in parts and not parts["rollout"]["kv cache"]:
+        print(f"and the kv cache: what rollout.mem_fraction={config.rollout.mem_fraction} leaves")
+    print("more, in host memory: {rank} in each rank, {engine} in its engine's process".format(**LIBRARIES))
