@@ -9,13 +9,12 @@ estimated: activations, the weight sync's buckets, uneven shards, what Python, C
 from pathlib import Path
 
 import torch
-from peft import LoraConfig
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 import data
+import models
 from config import roles_needed
 from engine import engine_arguments
-from models import VALUED, check_shape
+from models import VALUED
 
 START_ORDER = ("critic", "ref", "reward", "actor", "rollout")
 TRAINED = ("critic", "actor")
@@ -36,7 +35,7 @@ def show(config):
     needed = roles_needed(config)
     adapter_off = "ref" in needed and config.actor.lora_rank and not config.ref.path
     roles = [role for role in START_ORDER if role in needed and not (role == "ref" and adapter_off)]
-    models = {role: meta_model(role, config) for role in roles if role != "rollout"}
+    built = {role: meta_model(role, config) for role in roles if role != "rollout"}
     homes = {role: name for role in roles for name, pool in config.pools.items() if role in pool["roles"]}
     worlds = {name: pool["nodes"] * pool["devices_per_node"] for name, pool in config.pools.items()}
     for name, pool in config.pools.items():
@@ -48,7 +47,7 @@ def show(config):
         print(f"  {name}={value!r}")
     show_batch({role: worlds[name] for role, name in homes.items()}, config)
     for name, world in worlds.items():
-        parts = {role: memory(role, models, world, config) for role in roles if homes[role] == name}
+        parts = {role: memory(role, built, world, config) for role in roles if homes[role] == name}
         show_memory(name, parts, config)
 
 
@@ -58,17 +57,9 @@ def settings_of(role, config):
 
 
 def meta_model(role, config):
-    """The model that models.build_model makes for a role, with its adapter: the shapes, not the memory."""
-    settings, trust, auto = settings_of(role, config), config.model.trust_remote_code, AutoModelForCausalLM
-    path = data.resolve_model(getattr(settings, "path", None) or config.model.path)
-    check_shape("rollout" if role == "actor" else role, path, config)  # the engine has the actor's model
-    model_config = AutoConfig.from_pretrained(path, trust_remote_code=trust, **config.model.overrides)
-    if role in VALUED:
-        auto, model_config.num_labels = AutoModelForTokenClassification, 1
-    with torch.device("meta"):
-        model = auto.from_config(model_config, trust_remote_code=trust)
-        if getattr(settings, "lora_rank", 0):
-            model.add_adapter(LoraConfig(r=settings.lora_rank, target_modules=settings.lora_targets))
+    """The model of a role on the meta device; only those that are trained have gradients."""
+    path = data.resolve_model(getattr(settings_of(role, config), "path", None) or config.model.path)
+    model = models.meta_model(role, path, config)
     return model if role in TRAINED else model.requires_grad_(False)
 
 
@@ -128,10 +119,10 @@ def count(module, trained=False):
     return sum(tensor.numel() for tensor in module.parameters() if tensor.requires_grad or not trained)
 
 
-def memory(role, models, world, config):
+def memory(role, built, world, config):
     """What a role on `world` devices has on each of them: {part: bytes}, and of its model how many parameters
     are there and trained. The engine has the actor's model, with the adapter merged."""
-    model, rollout = models["actor" if role == "rollout" else role], config.rollout
+    model, rollout = built["actor" if role == "rollout" else role], config.rollout
     shape, shards = model.config.get_text_config(), config.model.fsdp_size or world
     whole, trained = count(model), count(model, trained=True)
     if role == "rollout":

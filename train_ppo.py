@@ -141,8 +141,8 @@ class Trainer:
         for role, section in sections.items():
             self.paths[role] = data.resolve_model(section.path or path)
         trust, other = config.model.trust_remote_code, config.reward_model.tokenizer
-        for role in configuration.roles_needed(config):
-            models.check_shape(role, self.paths[role], config)
+        for role in configuration.roles_needed(config) - {"rollout"}:
+            models.meta_model(role, self.paths[role], config)
         self.tokenizer = data.load_tokenizer(config.model.tokenizer or path, trust)
         tools = Agent(config, self.tokenizer).schemas
         self.reward_tokenizer = data.load_tokenizer(other, trust) if other else None
