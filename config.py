@@ -14,6 +14,7 @@ import inspect
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -257,9 +258,9 @@ def check(config):
         part(config, now, require)
 
 
-def matching(patterns, keys):
-    """Those of `keys` that one of the patterns, apart by spaces, is for."""
-    return [key for key in keys if any(fnmatch(key, pattern) for pattern in patterns.split())]
+def matching(patterns, names):
+    """Those of the names that one of the patterns, apart by spaces, is for."""
+    return [name for name in names if any(fnmatch(name, pattern) for pattern in patterns.split())]
 
 
 def check_values(config, now, require):
@@ -439,13 +440,12 @@ def check_start(config):
     there = next(path for path in (directory, *directory.parents) if path.exists())
     if not (there.is_dir() and os.access(there, os.W_OK)):
         raise ValueError(f"trainer.dir={directory}: {there} must be a folder that can be written")
-    begun, now = directory / "config.yaml", options_in(config)
-    tokenizer = "model.tokenizer" if config.model.tokenizer else "model.path"
+    now, tokenizer = options_in(config), "model.tokenizer" if config.model.tokenizer else "model.path"
     wanted = [*((key, "*.safetensors *.bin") for key in MODELS), (tokenizer, "tokenizer* vocab*")]
     for key, files in wanted:
-        folder = Path(now[key] or "hub")
-        if folder.is_dir() and not any(path for pattern in files.split() for path in folder.glob(pattern)):
-            raise ValueError(f"{key}={folder} must have files like {files}")
+        if now[key] and Path(now[key]).is_dir() and not matching(files, os.listdir(now[key])):
+            raise ValueError(f"{key}={now[key]} must have files like {files}")
+    begun = directory / "config.yaml"
     if begun.is_file() and any(directory.glob("checkpoints/step_*")):
         before = OmegaConf.load(begun)
         for key in matching(KEPT, now):
@@ -453,7 +453,14 @@ def check_start(config):
             if now[key] != then:  # OmegaConf compares its lists and dicts with plain ones
                 raise ValueError(f"{key}={now[key]!r} was {then!r} when {directory} was begun: continue with "
                                  "that, or begin in a new trainer.dir")
-    if config.launch == "ray" and config.ray.address is None and "WORLD_SIZE" not in os.environ:
+    if config.launch == "ray" and "WORLD_SIZE" not in os.environ:
+        check_cluster(config)
+
+
+def check_cluster(config):
+    """Raises ValueError if no Ray answers at `ray.address`, or if one of our own has too few devices."""
+    address = config.ray.address
+    if address is None:
         import torch
 
         cpus = config.ray.num_cpus or os.cpu_count()
@@ -462,6 +469,12 @@ def check_start(config):
         if wanted > devices:
             raise ValueError(f"pools={config.pools} wants {wanted} devices, this machine has {devices}; "
                              "ray.address would join a cluster")
+    elif address != "auto":
+        host, _, port = address.removeprefix("ray://").rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), timeout=5).close()
+        except (OSError, ValueError) as error:  # no such host, no such port, no number
+            raise ValueError(f"ray.address={address} must be auto, or host:port of a Ray: {error}") from error
 
 
 # ---- The command line --------------------------------------------------------------------------------------

@@ -527,7 +527,9 @@ def run(config):
     try:
         if launch == "ray":
             address = config.ray.address or "local"  # with None Ray would join what runs on this machine
-            ray.init(address, num_cpus=config.ray.num_cpus, include_dashboard=False, logging_level="ERROR")
+            with configuration.one_line_errors():  # auto finds a Ray, or not
+                ray.init(address, num_cpus=config.ray.num_cpus, include_dashboard=False,
+                         logging_level="ERROR")
             configuration.end_on_signals()  # ray.init has put its own handler in place
         trainer.start()
         trainer.fit()

@@ -259,6 +259,8 @@ def test_options_of_models(message, words, folder, refusal, monkeypatch):
     ("wants 999 devices, this machine has ", ["pools.main.devices_per_node=999", "data.batch_size=999",
      "actor.mini_batch_size=7992"]),
     ("wants 4 devices, this machine has 3; ray.address would", ["pools.main.devices_per_node=4", "ray.num_cpus=3"]),
+    ("ray.address=127.0.0.1:1 must be auto, or host:port of a Ray: [Errno 111]", ["ray.address=127.0.0.1:1"]),
+    ("ray.address=cluster must be auto, or host:port of a Ray: invalid literal", ["ray.address=cluster"]),
     ("FOLDER/file must be a folder", ["trainer.dir=FOLDER/file"]),
     ("FOLDER/file must be a folder", ["trainer.dir=FOLDER/file/run"]),
 ])
