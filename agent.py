@@ -35,11 +35,23 @@ def maker(spec, arguments, key):
     """What makes one episode's instance of `path/to/file.py:name`: a function, called with `arguments` beside
     its own, or a class, constructed with them, with `__call__` and perhaps `create(row)` and `close()`."""
     named = data.load_function(spec, key)
+    takes, is_class = inspect.signature(named), inspect.isclass(named)
+    asked = ["messages", "row"] if key == "rollout.interaction" else []
     try:
-        inspect.signature(named).bind_partial(**arguments)
+        if not is_class and not asked:
+            takes.bind_partial(**arguments)  # the model gives the rest
+        elif not is_class:
+            takes.bind(*asked, **arguments)
+        else:
+            takes.bind(**arguments)
+            if "__call__" not in dir(named):
+                raise TypeError("it has no __call__")
+            if asked:
+                takes = inspect.signature(named.__call__)
+                takes.bind("self", *asked)
     except TypeError as error:
-        raise ValueError(f"{key}={spec}: {error}; it takes {inspect.signature(named)}") from error
-    if inspect.isclass(named):
+        raise ValueError(f"{key}={spec}: {error}; it takes {takes}") from error
+    if is_class:
         return functools.partial(named, **arguments)
     return lambda: functools.partial(named, **arguments)
 

@@ -9,15 +9,17 @@ import argparse
 import contextlib
 import ctypes
 import difflib
+import importlib.util
 import inspect
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from fnmatch import fnmatch
-from math import inf
+from math import inf, isfinite, isinf
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -201,8 +203,17 @@ def roles_described(config):
     return needed
 
 
-PATHS = ("model.path", "model.tokenizer", "critic.path", "ref.path", "reward_model.path",
-         "reward_model.tokenizer")
+def devices_of(config):
+    """{role: how many devices its pool has}, of pools that have each role once."""
+    devices = {role: pool["nodes"] * pool["devices_per_node"]
+               for pool in config.pools.values() for role in pool["roles"]}
+    if "WORLD_SIZE" in os.environ:  # torchrun has said how many there are
+        devices = dict.fromkeys(devices, int(os.environ["WORLD_SIZE"]))
+    return devices
+
+
+MODELS = "model.path", "critic.path", "ref.path", "reward_model.path"
+PATHS = *MODELS, "model.tokenizer", "reward_model.tokenizer"
 RANGES = [  # patterns of keys, what holds for their values, and that in words
     ("*.lr *.weight_decay *kl_coef", lambda x: 0 <= x < inf, "must be at least 0 and finite"),
     ("*.clip_ratio_* *.cliprange_value", lambda x: x >= 0, "must be at least 0"),
@@ -210,7 +221,10 @@ RANGES = [  # patterns of keys, what holds for their values, and that in words
     ("*.gamma *.lam *.min_lr_ratio *.min_p *_cov_ratio", lambda x: 0 <= x <= 1, "must be from 0 to 1"),
     ("*.top_p *.mem_fraction", lambda x: 0 < x <= 1, "must be above 0 and at most 1"),
     ("*.clip_grad *.kl_target *.correction_cap *.tau_*", lambda x: x is None or x > 0, "must be above 0"),
-    ("*.timeout rollout.temperature", lambda x: 0 < x < inf, "must be above 0 and finite"),
+    ("*timeout *.lora_alpha rollout.temperature", lambda x: 0 < x < inf, "must be above 0 and finite"),
+    ("*.overlong_penalty", lambda x: 0 <= x < inf, "must be at least 0 and finite"),
+    ("*.entropy_coef *.weight *.clip_cov_?b", isfinite, "must be finite"),
+    ("*.fallback", lambda x: not isinf(x), "must be finite, or nan for no score"),
     ("seed", lambda x: x < 2**63, "must be below 2**63"),
     ("*.top_k", lambda x: x != 0, "must be at least 1, or -1 for off"),
     ("*.warmup", lambda x: 0 <= x < 1 or x >= 1 and x % 1 == 0, "must be a share below 1 or a whole number"),
@@ -221,7 +235,7 @@ RANGES = [  # patterns of keys, what holds for their values, and that in words
 
 
 def check_engine_args(engine_args):
-    """Raise ValueError, one line, for a name in `rollout.engine_args` (a dict) that SGLang does not know."""
+    """Raises ValueError, one line, for a name in `rollout.engine_args` (a dict) that SGLang does not know."""
     if engine_args:
         from sglang.srt.server_args import ServerArgs  # seconds of imports, for nothing in most runs
 
@@ -234,24 +248,28 @@ def check(config):
 
     Imports torch, and the file of every function that the config names.
     """
-    import agent
-    import algos
-    import data
-    import scoring
-
-    now, default = options_in(config), options_in(load())
-    algorithm, actor, critic, rollout = config.algorithm, config.actor, config.critic, config.rollout
-    talks, replay = rollout.tools or rollout.interaction, config.trainer.replay
+    now = options_in(config)
 
     def require(holds, key, right):
         if not holds:
             raise ValueError(f"{key}={now[key]!r} {right}")
 
-    def matching(patterns):
-        return [key for key in default if any(fnmatch(key, pattern) for pattern in patterns.split())]
+    for part in (check_values, check_effects, check_methods, check_devices, check_sizes, check_files):
+        part(config, now, require)
 
+
+def matching(patterns, names):
+    """Those of the names that one of the patterns, apart by spaces, is for."""
+    return [name for name in names if any(fnmatch(name, pattern) for pattern in patterns.split())]
+
+
+def check_values(config, now, require):
+    """Each number in its range, each name among those there are."""
+    import algos
+
+    default = options_in(load())
     for patterns, holds, right in RANGES:
-        for key in matching(patterns):
+        for key in matching(patterns, default):
             require(holds(now[key]), key, right)
     choices = {
         "launch": ["ray", "local"],
@@ -267,10 +285,17 @@ def check(config):
         "*dtype": ["float32", "bfloat16"],
     }
     for pattern, names in choices.items():
-        for key in matching(pattern):
+        for key in matching(pattern, default):
             require(now[key] in names, key, f"must be one of {', '.join(names)}")
 
-    needed, described = roles_needed(config), roles_described(config)
+
+def check_effects(config, now, require):
+    """No option is set that this run would not look at."""
+    import algos
+
+    default, described = options_in(load()), roles_described(config)
+    algorithm, actor, critic, rollout = config.algorithm, config.actor, config.critic, config.rollout
+    talks, replay = rollout.tools or rollout.interaction, config.trainer.replay
     idle = {  # these options have no effect: the reason, if it is so
         "critic.*": "critic" not in described and f"algorithm.advantage is {algorithm.advantage}",
         "ref.*": "ref" not in described and "algorithm.kl_in_reward is false and actor.kl_coef is 0",
@@ -299,20 +324,42 @@ def check(config):
             unread = option not in algos.options_of(table[chosen])
             idle[f"{section}.{option}"] = unread and f"{section}.{chooser} is {chosen}"
     for pattern, reason in idle.items():
-        for key in matching(pattern):
+        for key in matching(pattern, default):
             require(not reason or now[key] == default[key], key, f"has no effect, because {reason}")
 
+
+def check_methods(config, now, require):
+    """What one method asks of others."""
+    import algos
+
+    algorithm, actor, rollout = config.algorithm, config.actor, config.rollout
     grouped = "group" in inspect.signature(algos.ADVANTAGES[algorithm.advantage]).parameters
     require(rollout.n > 1 or not grouped, "rollout.n", f"must be above 1 for {algorithm.advantage}")
+    require(rollout.n > 1 or not algorithm.dynamic_sampling, "algorithm.dynamic_sampling",
+            "needs rollout.n above 1: the rewards of a group of one are always equal")
+    if actor.old_logprobs == "skip":
+        responses = config.data.batch_size * rollout.n
+        once = actor.mini_batch_size == responses and actor.epochs == 1
+        require(once and not algorithm.kl_in_reward and rollout.correction == "off", "actor.old_logprobs",
+                "needs actor.epochs=1, one mini-batch, no algorithm.kl_in_reward and no rollout.correction")
+    sampled = config.validation.n == 1 or config.validation.temperature > 0
+    require(sampled, "validation.n", "must be 1 with validation.temperature=0: all samples would be the same")
+    scored = config.reward.function != "none" or config.reward_model.path or rollout.interaction
+    require(scored, "reward.function", "needs reward_model.path or rollout.interaction")
+    remax = algorithm.advantage == "remax"
+    require(not rollout.oversample or not remax, "rollout.oversample", "must be 0 for remax")
+
+
+def check_devices(config, now, require):
+    """Every role has a place, and what is shared is shared evenly."""
+    needed, rollout = roles_needed(config), config.rollout
     placed = [(role, pool) for pool in config.pools.values() for role in pool["roles"]]
     homes, known = dict(placed), {"actor", "rollout", "critic", "ref", "reward"}
     once = len(placed) == len(homes) and needed <= homes.keys() <= known
     together = homes.get("actor") is homes.get("rollout", homes.get("actor"))
     require(once and together, "pools",
             f"must place {', '.join(sorted(needed))} once each, actor and rollout together")
-    devices = {role: pool["nodes"] * pool["devices_per_node"] for role, pool in placed}
-    if "WORLD_SIZE" in os.environ:  # torchrun has said how many there are
-        devices = dict.fromkeys(devices, int(os.environ["WORLD_SIZE"]))
+    devices = devices_of(config)
     single = devices["actor"] == len(config.pools) == 1
     require(config.launch == "ray" or single, "launch", "needs one pool of one device")
     for key, roles in (("rollout.tp", {"rollout"}), ("model.sp", needed), ("model.fsdp_size", needed)):
@@ -322,25 +369,46 @@ def check(config):
     tp, local = rollout.tp, homes["actor"]["devices_per_node"]
     require(tp % local == 0 or local % tp == 0, "rollout.tp",
             f"must divide the {local} devices of a node or be a multiple of them")
+    engines, prompts = devices["actor"] // rollout.tp, config.data.batch_size
+    require(not rollout.oversample or prompts >= engines, "rollout.oversample",
+            f"needs at least as many prompts (data.batch_size={prompts}) as there are engines ({engines})")
 
-    responses = config.data.batch_size * rollout.n
+
+def check_sizes(config, now, require):
+    """Batches divide, the longest response has room, and what shall begin begins before the end."""
+    needed, rollout, devices = roles_needed(config), config.rollout, devices_of(config)
+    responses, steps = config.data.batch_size * rollout.n, config.trainer.steps or inf
     longest = config.data.max_prompt_length + rollout.max_response_length
-    require((rollout.kv_tokens or longest) >= longest, "rollout.kv_tokens",
-            f"must be at least data.max_prompt_length + rollout.max_response_length = {longest}")
+    room = f"must be at least data.max_prompt_length + rollout.max_response_length = {longest}"
+    cached = longest + 8  # the engine keeps some for itself, as of its context_length in engine.py
+    require((rollout.kv_tokens or cached) >= cached, "rollout.kv_tokens", f"{room}, and 8 more")
+    require(config.reward.overlong_buffer <= rollout.max_response_length, "reward.overlong_buffer",
+            f"must be at most rollout.max_response_length={rollout.max_response_length}")
     for role in sorted(needed & {"actor", "critic"}):
-        size, tokens = f"{role}.mini_batch_size", f"{role}.max_tokens_per_device"
+        size, tokens, warmup = f"{role}.mini_batch_size", f"{role}.max_tokens_per_device", f"{role}.warmup"
         require(responses % now[size] == 0, size, f"must divide data.batch_size * rollout.n = {responses}")
         shares = devices[role] // config.model.sp
         require(now[size] >= shares, size, f"must be at least the {shares} shares of its pool's devices")
-        require(now[tokens] >= longest, tokens,
-                f"must be at least data.max_prompt_length + rollout.max_response_length = {longest}")
-    if actor.old_logprobs == "skip":
-        once = actor.mini_batch_size == responses and actor.epochs == 1
-        require(once and not algorithm.kl_in_reward and rollout.correction == "off", "actor.old_logprobs",
-                "needs actor.epochs=1, one mini-batch, no algorithm.kl_in_reward and no rollout.correction")
+        require(now[tokens] >= longest, tokens, room)
+        updates = steps * now[f"{role}.epochs"] * (responses // now[size])
+        require(now[warmup] <= updates, warmup, f"must be at most the {updates} updates of the run")
+    require(config.critic.warmup_steps < steps, "critic.warmup_steps",
+            f"must be below trainer.steps={steps}, or the actor learns nothing")
+    first = (config.trainer.profile_steps or [1])[0]
+    require(first <= steps, "trainer.profile_steps", f"must begin within trainer.steps={steps}")
 
+
+def check_files(config, now, require):
+    """Models, tools, data and functions are there; the first row of each source is read."""
+    import agent
+    import data
+    import scoring
+
+    rollout, replay = config.rollout, config.trainer.replay
     require(config.data.train, "data.train", "is required")
     require(config.model.path, "model.path", "is required")
+    require(not config.model.liger or importlib.util.find_spec("liger_kernel"), "model.liger",
+            "needs the package liger-kernel")
     for key in filter(now.get, PATHS):
         path = now[key]
         if ".py:" in path:
@@ -354,18 +422,59 @@ def check(config):
             agent.maker(spec, arguments, key)
     require(len(rollout.interaction) < 2, "rollout.interaction",
             "must be one; a dict joins that of a layer, which ~rollout.interaction would delete")
-    sampled = config.validation.n == 1 or config.validation.temperature > 0
-    require(sampled, "validation.n", "must be 1 with validation.temperature=0: all samples would be the same")
-    remax = algorithm.advantage == "remax"
-    require(not rollout.oversample or not remax, "rollout.oversample", "must be 0 for remax")
-    engines, prompts = devices["actor"] // rollout.tp, config.data.batch_size
-    require(not rollout.oversample or prompts >= engines, "rollout.oversample",
-            f"needs at least as many prompts (data.batch_size={prompts}) as there are engines ({engines})")
     right = "must be a folder with step_1.pt, as trainer.record leaves it"
     require(not replay or Path(replay, "step_1.pt").is_file(), "trainer.replay", right)
     data.check(config.data)
     scoring.reward_function(config.reward.function)
     check_engine_args(rollout.engine_args)
+
+
+# What a run keeps when it is started again: its checkpoints have this inside.
+KEPT = "seed model.path model.overrides critic.path *.lora_rank *.lora_targets *.lr *.betas *.weight_decay"
+
+
+def check_start(config):
+    """Raises ValueError, one line, if this machine or the run that `trainer.dir` continues is not fit for the
+    config. A dry run does not ask for this."""
+    directory = run_directory(config)
+    there = next(path for path in (directory, *directory.parents) if path.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        raise ValueError(f"trainer.dir={directory}: {there} must be a folder that can be written")
+    now, tokenizer = options_in(config), "model.tokenizer" if config.model.tokenizer else "model.path"
+    wanted = [*((key, "*.safetensors *.bin") for key in MODELS), (tokenizer, "tokenizer* vocab*")]
+    for key, files in wanted:
+        if now[key] and Path(now[key]).is_dir() and not matching(files, os.listdir(now[key])):
+            raise ValueError(f"{key}={now[key]} must have files like {files}")
+    begun = directory / "config.yaml"
+    if begun.is_file() and any(directory.glob("checkpoints/step_*")):
+        before = OmegaConf.load(begun)
+        for key in matching(KEPT, now):
+            then = OmegaConf.select(before, key)
+            if now[key] != then:  # OmegaConf compares its lists and dicts with plain ones
+                raise ValueError(f"{key}={now[key]!r} was {then!r} when {directory} was begun: continue with "
+                                 "that, or begin in a new trainer.dir")
+    if config.launch == "ray" and "WORLD_SIZE" not in os.environ:
+        check_cluster(config)
+
+
+def check_cluster(config):
+    """Raises ValueError if no Ray answers at `ray.address`, or if one of our own has too few devices."""
+    address = config.ray.address
+    if address is None:
+        import torch
+
+        cpus = config.ray.num_cpus or os.cpu_count()
+        devices = min(cpus, torch.cuda.device_count() or cpus)
+        wanted = sum(pool["nodes"] * pool["devices_per_node"] for pool in config.pools.values())
+        if wanted > devices:
+            raise ValueError(f"pools={config.pools} wants {wanted} devices, this machine has {devices}; "
+                             "ray.address would join a cluster")
+    elif address != "auto":
+        host, _, port = address.removeprefix("ray://").rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), timeout=5).close()
+        except (OSError, ValueError) as error:  # no such host, no such port, no number
+            raise ValueError(f"ray.address={address} must be auto, or host:port of a Ray: {error}") from error
 
 
 # ---- The command line --------------------------------------------------------------------------------------
@@ -392,6 +501,18 @@ def end_on_signals():
         signal.signal(number, end)
 
 
+def split_values(text):
+    """The values of a word of --sweep: cut at its commas, but for those within brackets."""
+    values = []
+    for piece in text.split(","):
+        inside = values and any(values[-1].count(a) > values[-1].count(b) for a, b in ("[]", "{}"))
+        if inside:
+            values[-1] += f",{piece}"
+        else:
+            values.append(piece)
+    return values
+
+
 def sweep(program, files, overrides, grid):
     """Runs the points of a grid one by one, each a process with its own run directory: the sweep can resume.
 
@@ -400,7 +521,7 @@ def sweep(program, files, overrides, grid):
     """
     points, commands, codes = [[]], [], []
     for key, _, values in (word.partition("=") for word in grid):
-        points = [[*point, f"{key}={value}"] for point in points for value in values.split(",")]
+        points = [[*point, f"{key}={value}"] for point in points for value in split_values(values)]
     for point in points:
         config = load(files, [*overrides, *point])
         check(config)
@@ -456,7 +577,8 @@ def from_command_line(program, words=None):
       actor.lr=1e-5      sets a key, actor.betas.0=0.8 an item; [1, 2] replaces a list, {a: 1} joins a dict
       pools.b={...}      adds a pool; +trainer.new=1 adds a key, ++ sets or adds one; ~pools.main deletes one
       ref.path='${model.path}' and trainer.name='${env:USER,nobody}' refer to a key and to the environment
-    All words after --sweep, up to the next option, span a grid of runs, each with a run directory of its own.
+    All words after --sweep, up to the next option, span a grid of runs, each with a run directory of its own;
+    a comma within brackets does not part two values.
     """
     parser = argparse.ArgumentParser(usage=argparse.SUPPRESS, description=inspect.getdoc(from_command_line),
                                      formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
@@ -480,4 +602,5 @@ def from_command_line(program, words=None):
 
             plan.show(config)
             parser.exit(0)
+        check_start(config)
     return config

@@ -7,11 +7,14 @@ planned here (`micro_batches`) and laid out in workers.py. Left out: streaming (
 
 A wrong input raises ValueError with one line: the option or file, its value, and what would be right.
 """
+import contextlib
 import functools
 import hashlib
 import json
 import random
 import runpy
+import sys
+import traceback
 import urllib.parse
 from pathlib import Path
 
@@ -21,30 +24,58 @@ import yaml
 
 # ---- rows ----
 
+@contextlib.contextmanager
+def blame(key, value):
+    """What somebody's file or a library raises inside becomes one line that begins with the option and its
+    value. If the file that the value names has raised it, the line says where."""
+    try:
+        yield
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        places = [f"(line {frame.lineno})" for frame in frames if value.startswith(f"{frame.filename}:")]
+        kind = [] if type(error) is ValueError else [f"{type(error).__name__}:"]
+        words = [f"{key}={value}:", *kind, *str(error).split(), *places[-1:]]
+        raise ValueError(" ".join(words)) from error
+
+
 @functools.cache
 def load_function(spec, key, default_file=""):
     """The function that `path/to/file.py:name` names, or `name` alone in the default file. `key` is the
-    option that says so, for the error."""
+    option that says so, for the error. The file can import those beside it."""
     path, _, name = spec.rpartition(":")
     path = path or default_file
-    try:
-        functions = runpy.run_path(path) if Path(path).is_file() else {}
-    except Exception as error:  # of somebody's file
-        raise ValueError(f"{key}={spec}: {type(error).__name__}: {error}") from error
-    if name not in functions:
+    folder, functions = str(Path(path).resolve().parent), {}
+    if Path(path).is_file():
+        if folder not in sys.path:
+            sys.path.append(folder)  # last: files beside it do not hide ours of the same name
+        with blame(key, spec):
+            functions = runpy.run_path(path)
+    if not callable(functions.get(name)):
         raise ValueError(f"{key}={spec}: there is no file {path!r} or no function {name!r} in it")
     return functions[name]
 
 
 def resolve_model(path):
     """A model's folder or hub name: `path` itself, or what `path/to/file.py:function` returns when called."""
-    return str(load_function(path, "model.path")()) if ".py:" in path else path
+    if ".py:" not in path:
+        return path
+    build = load_function(path, "model.path")
+    with blame("model.path", path):
+        return str(build())
 
 
 def load_tokenizer(name, trust_remote_code):
     """The tokenizer in a model's folder, or of what `resolve_model` takes."""
     from transformers import AutoTokenizer  # not for the processes that compute rewards
     return AutoTokenizer.from_pretrained(resolve_model(name), trust_remote_code=trust_remote_code)
+
+
+def json_lines(name):
+    """Yields what each line of a file holds; empty ones are left out."""
+    for number, line in enumerate(open(name, encoding="utf-8"), 1):
+        with blame(f"line {number}", line[:60].strip()):
+            if line.strip():
+                yield json.loads(line)
 
 
 def load_rows(spec, options, key="data.train"):
@@ -54,29 +85,33 @@ def load_rows(spec, options, key="data.train"):
     whose options go to datasets.load_dataset: openai/gsm8k?name=main&split=test. `options` is the config's
     `data` section: its prompt_key, answer_key and source_key name the columns.
     """
-    name, _, query = str(spec).partition("?")
-    arguments = {option: yaml.safe_load(value) for option, value in urllib.parse.parse_qsl(query)}
-    source, prompt_key = Path(name).stem, options.prompt_key
-    entries = load_function(name, key)() if ".py:" in name else None
-    try:
-        if name.startswith("reasoning_gym:"):
+    name, _, query = spec.partition("?")
+    source, prompt_key, answer_key = Path(name).stem, options.prompt_key, options.answer_key
+    make = load_function(name, key) if ".py:" in name else None
+    with blame(key, spec):
+        arguments = {option: yaml.safe_load(value) for option, value in urllib.parse.parse_qsl(query)}
+        if make:
+            entries = make()
+        elif name.startswith("reasoning_gym:"):
             import reasoning_gym
             source, prompt_key = name.removeprefix("reasoning_gym:"), "question"
             entries = reasoning_gym.create_dataset(source, **arguments)
         elif name.endswith(".jsonl"):
-            entries = map(json.loads, open(name, encoding="utf-8"))
-        elif ".py:" not in name:
+            entries = json_lines(name)
+        elif name.endswith((".json", ".csv", ".txt", ".py")):
+            raise ValueError("a file must be .jsonl, .parquet or .py:function")
+        else:
             import datasets
             place = {"path": "parquet", "data_files": name} if name.endswith(".parquet") else {"path": name}
             entries = datasets.load_dataset(**{"split": "train", **place, **arguments})
         for number, entry in enumerate(entries):
-            if not isinstance(entry.get(prompt_key), (str, list)) or options.answer_key not in entry:
-                raise ValueError(f"row {number} has {', '.join(entry)}; see data.prompt_key, data.answer_key")
-            yield {"prompt": entry[prompt_key], "answer": entry[options.answer_key],
+            columns = entry if isinstance(entry, dict) else {}
+            if not isinstance(columns.get(prompt_key), (str, list)) or answer_key not in columns:
+                found = ", ".join(columns) or repr(entry)[:60]
+                raise ValueError(f"row {number} has {found}, but not text or messages as data.prompt_key="
+                                 f"{prompt_key} and something as data.answer_key={answer_key}")
+            yield {"prompt": entry[prompt_key], "answer": entry[answer_key],
                    "source": str(entry.get(options.source_key) or source), "entry": entry}
-    except Exception as error:  # of many libraries; `doc` is the line that is not JSON
-        text = f"{type(error).__name__}: {error} {getattr(error, 'doc', '')[:60]}"
-        raise ValueError(f"{key}={spec}: {' '.join(text.split())}") from error
 
 
 def on_hub(spec):
@@ -144,10 +179,11 @@ class Prompts:
         held = {repr(prompt) for prompt in exclude.rows["prompt"]} if exclude else set()
         kept = [row for row in rows if len(row["prompt_ids"]) <= limit and repr(row["prompt"]) not in held]
         also = sum(repr(row["prompt"]) in held for row in rows)
-        print(f"{self.name}: {len(rows) - len(kept)} of {len(rows)} dropped; {len(long)} too long ({mode}), "
-              f"{also} also in data.val")
+        dropped = (f"{self.name}: {len(rows) - len(kept)} of {len(rows)} dropped; {len(long)} too long "
+                   f"({mode}), {also} also in data.val")
+        print(dropped)
         if len(kept) < batch_size:
-            raise ValueError(f"{self.name}: {len(kept)} usable rows; data.batch_size must be at most that")
+            raise ValueError(f"{dropped}; {len(kept)} left; data.batch_size must be at most that")
         order = seed, batch_size, self.shuffle, [(row["prompt_ids"].tolist(), row["answer"]) for row in kept]
         text = json.dumps(order, default=lambda answer: type(answer).__name__)  # not repr: a set has no order
         self.fingerprint = hashlib.sha256(text.encode()).hexdigest()

@@ -18,6 +18,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 from transformers import get_cosine_with_min_lr_schedule_with_warmup as cosine_schedule
 
+import data
+
 VALUED = ("critic", "reward")  # roles with a head of one number per token; others have a language-model head
 
 
@@ -139,27 +141,38 @@ def gather_tokens(part, mine, group):
 
 
 def check_shape(role, path, config):
-    """Raises ValueError for a model that cannot be cut or packed as the config says. No weights are read."""
+    """The model's own config, with `model.overrides`. No weights are read. Raises ValueError for a model that
+    cannot be cut, packed or as long as the config says."""
     options = {"trust_remote_code": config.model.trust_remote_code, **config.model.overrides}
     try:
-        shape = AutoConfig.from_pretrained(path, **options).get_text_config()
+        whole, unknown = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **options)
     except OSError as error:  # without a network transformers does not say which model it was
         raise ValueError(f"{path}: {error}") from error
+    if unknown:
+        raise ValueError(f"model.overrides={unknown}: the config of {path} has no such key")
+    shape = whole.get_text_config()
     heads = shape.num_attention_heads
     for key, size in (("model.sp", config.model.sp), ("rollout.tp", config.rollout.tp)):
-        if heads % size and (key == "model.sp" or role == "rollout"):
+        if heads % size and (key == "model.sp" or role == "actor"):  # the engine has the actor's model
             raise ValueError(f"{key}={size} must divide the {heads} attention heads of {path}")
+    longest = config.data.max_prompt_length + config.rollout.max_response_length
+    if longest > (getattr(shape, "max_position_embeddings", None) or longest):
+        raise ValueError(f"data.max_prompt_length + rollout.max_response_length = {longest} must be at most "
+                         f"max_position_embeddings={shape.max_position_embeddings} of {path}")
     sliding = "sliding_attention" in (getattr(shape, "layer_types", None) or ())  # our masks do not know them
     if sliding and (config.model.sp > 1 or config.actor.share_prompt):
         raise ValueError(f"actor.share_prompt and model.sp={config.model.sp} must be false and 1 for {path}, "
                          "which has layers with sliding attention")
+    if role == "reward" and not any("Classification" in name for name in whole.architectures or ()):
+        raise ValueError(f"reward_model.path={path} must be a classifier with one label, it is "
+                         f"{whole.architectures}")
+    return whole
 
 
 def model_class(role, path, config):
     """(transformers' class for a role's model, its config): with a head as VALUED says, and no dropout of any
     name, because the ratio of new to old log-probs must be 1 before the first update."""
-    trust = config.model.trust_remote_code
-    model_config = AutoConfig.from_pretrained(path, trust_remote_code=trust, **config.model.overrides)
+    model_config = check_shape(role, path, config)
     for name in list(vars(model_config)):
         if name.endswith(("dropout", "pdrop")):
             setattr(model_config, name, 0.0)
@@ -181,6 +194,19 @@ def prepare(model, settings, seed):
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # some heads have one that no config names
     model.train()
+
+
+def meta_model(role, path, config, attention):
+    """The model that `build_model` makes for a role, with its adapter, on the meta device: the shapes, not
+    the memory. Raises ValueError, one line, where the config does not fit it."""
+    auto, model_config = model_class(role, path, config)
+    settings = getattr(config, "reward_model" if role == "reward" else role)
+    kwargs = {"trust_remote_code": config.model.trust_remote_code, "attn_implementation": attention}
+    with torch.device("meta"), data.blame(role, path):
+        model = auto.from_config(model_config, dtype=getattr(torch, settings.compute_dtype), **kwargs)
+    with torch.device("meta"), data.blame("actor.lora_targets", config.actor.lora_targets):
+        prepare(model, settings, config.seed)
+    return model
 
 
 def build_model(role, path, settings, config, mesh):

@@ -10,10 +10,11 @@ what CUDA and NCCL hold.
 import torch
 
 import data
+import models
 from agent import Agent
 from config import roles_needed
 from engine import engine_arguments
-from models import VALUED, check_shape, model_class, prepare
+from models import VALUED
 from rehearsal import activations
 
 START_ORDER = ("critic", "ref", "reward", "actor", "rollout")
@@ -41,7 +42,7 @@ def show(config):
     needed = roles_needed(config)
     adapter_off = "ref" in needed and config.actor.lora_rank and not config.ref.path
     roles = [role for role in START_ORDER if role in needed and not (role == "ref" and adapter_off)]
-    models = {role: meta_model(role, config) for role in roles if role != "rollout"}
+    built = {role: meta_model(role, config) for role in roles if role != "rollout"}
     homes = {role: name for role in roles for name, pool in config.pools.items() if role in pool["roles"]}
     worlds = {name: pool["nodes"] * pool["devices_per_node"] for name, pool in config.pools.items()}
     for name, pool in config.pools.items():
@@ -53,7 +54,7 @@ def show(config):
         print(f"  {name}={value!r}")
     show_batch({role: worlds[name] for role, name in homes.items()}, steps, config)
     for name, world in worlds.items():
-        parts = {role: memory(role, models, world, config) for role in roles if homes[role] == name}
+        parts = {role: memory(role, built, world, config) for role in roles if homes[role] == name}
         show_memory(name, parts, config)
 
 
@@ -69,16 +70,10 @@ def settings_of(role, config):
 
 
 def meta_model(role, config):
-    """The model that models.build_model makes for a role, with its adapter: the shapes, not the memory. Its
-    attention is that of rehearsal.py."""
-    settings = settings_of(role, config)
-    path = data.resolve_model(getattr(settings, "path", None) or config.model.path)
-    check_shape("rollout" if role == "actor" else role, path, config)  # the engine has the actor's model
-    auto, model_config = model_class(role, path, config)
-    options = {"trust_remote_code": config.model.trust_remote_code, "attn_implementation": "fused"}
-    with torch.device("meta"):
-        model = auto.from_config(model_config, dtype=getattr(torch, settings.compute_dtype), **options)
-        prepare(model, settings, config.seed)
+    """The model of a role on the meta device, with the attention of rehearsal.py; only those that are trained
+    have gradients."""
+    path = data.resolve_model(getattr(settings_of(role, config), "path", None) or config.model.path)
+    model = models.meta_model(role, path, config, "fused")
     return model if role in TRAINED else model.requires_grad_(False)
 
 
@@ -142,10 +137,10 @@ def count(module, trained=False):
     return sum(tensor.numel() for tensor in module.parameters() if tensor.requires_grad or not trained)
 
 
-def memory(role, models, world, config):
+def memory(role, built, world, config):
     """What a role on `world` devices has on each of them: {part: bytes}, and of its model how many parameters
     are there and trained. The engine has the actor's model, with the adapter merged."""
-    model, rollout = models["actor" if role == "rollout" else role], config.rollout
+    model, rollout = built["actor" if role == "rollout" else role], config.rollout
     shape, shards = model.config.get_text_config(), config.model.fsdp_size or world
     whole, trained = count(model), count(model, trained=True)
     if role == "rollout":

@@ -5,6 +5,7 @@ costs its sample and no more.
 """
 import asyncio
 import ctypes
+import inspect
 import math
 import multiprocessing
 import signal
@@ -23,7 +24,13 @@ PACKAGES = {"math": "math_verify", "reasoning_gym": "reasoning_gym"}
 
 def reward_function(spec):
     """What `path/to/file.py:function` names, or a function's name alone in recipes/rewards.py."""
-    return load_function(spec, "reward.function", str(Path(__file__).parent / "recipes/rewards.py"))
+    function = load_function(spec, "reward.function", str(Path(__file__).parent / "recipes/rewards.py"))
+    try:
+        inspect.signature(function).bind("response", "answer", "row")
+    except TypeError as error:
+        right = f"it is called with (response, answer, row) and takes {inspect.signature(function)}"
+        raise ValueError(f"reward.function={spec}: {error}; {right}") from error
+    return function
 
 
 def _call(spec, response, answer, row):
@@ -83,7 +90,8 @@ class Rewards:
             self.shown.add(what)
 
     def __call__(self, batch, training=True):
-        """Scores every response: returns (batch with new columns, metrics), raises RuntimeError if all fail.
+        """Scores every response: returns (batch with new columns, metrics), raises RuntimeError if all fail
+        or none has a score.
 
         New columns: response (text of the model's last turn), scores (float; NaN where the function gave None
         or NaN), raw_scores (before penalties), prediction (the function's, or the text), token_level_scores
@@ -110,6 +118,8 @@ class Rewards:
         scores += torch.tensor(batch.get("model_scores", 0.0))
         turn_rewards = batch.get("turn_rewards") or [torch.zeros(len(mask)) for mask in masks]
         scores += torch.tensor([rewards.sum() for rewards in turn_rewards])
+        if scores.isnan().all() and len(scores):
+            raise RuntimeError(f"{options.function}: {len(scores)} of {len(scores)} samples have no score")
         lengths = torch.tensor([mask.sum() for mask in masks]).double()
         metrics = {"reward/errors": len(errors) - timeouts, "reward/timeouts": timeouts,
                    "reward/mean": scores.nanmean(), "reward/std": scores[~scores.isnan()].std(correction=0),

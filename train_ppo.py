@@ -141,8 +141,8 @@ class Trainer:
         for role, section in sections.items():
             self.paths[role] = data.resolve_model(section.path or path)
         trust, other = config.model.trust_remote_code, config.reward_model.tokenizer
-        for role in configuration.roles_needed(config):
-            models.check_shape(role, self.paths[role], config)
+        for role in configuration.roles_needed(config) - {"rollout"}:
+            models.meta_model(role, self.paths[role], config, config.model.attn_implementation)
         self.tokenizer = data.load_tokenizer(config.model.tokenizer or path, trust)
         tools = Agent(config, self.tokenizer).schemas
         self.reward_tokenizer = data.load_tokenizer(other, trust) if other else None
@@ -531,7 +531,9 @@ def run(config):
     try:
         if launch == "ray":
             address = config.ray.address or "local"  # with None Ray would join what runs on this machine
-            ray.init(address, num_cpus=config.ray.num_cpus, include_dashboard=False, logging_level="ERROR")
+            with configuration.one_line_errors():  # auto finds a Ray, or not
+                ray.init(address, num_cpus=config.ray.num_cpus, include_dashboard=False,
+                         logging_level="ERROR")
             configuration.end_on_signals()  # ray.init has put its own handler in place
         trainer.start()
         trainer.fit()

@@ -2,9 +2,11 @@
 
 What words and overrides mean is hydra 1.3.8's table (KNOWN_FAULTS.md, A); what files mean is OmegaConf's.
 """
+import ast
 import math
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -180,6 +182,9 @@ REFUSED = [  # the line has this, words
         ("at least 0", "seed=-1"), ("int, like 8; None is null", "data.batch_size=${env:WORD}"),
         ("at least 0 and finite", "actor.lr=nan"), ("at least 0 and finite", "critic.lr=inf"),
         ("at least 0", "actor.clip_ratio_low=-0.1"), ("from 0 to 1", "algorithm.gamma=1.1"),
+        ("finite", "actor.entropy_coef=nan"), ("finite", "reward.fallback=-inf"), ("above 0 and finite", "reward.timeout=nan"),
+        ("above 0 and finite", "rollout.tool_timeout=0"), ("at least 1", "rollout.bucket_mb=0"),
+        ("at most rollout.max_response_length=256", "reward.overlong_buffer=257"),
         ("above 0 and at most 1", "rollout.top_p=0"), ("above 0", "rollout.temperature=0"),
         ("above 0", "actor.clip_grad=0"), ("above 0", "algorithm.kl_target=0"), ("at least 1, or",
          "rollout.top_k=0"),
@@ -222,6 +227,12 @@ REFUSED = [  # the line has this, words
     ("actor.mini_batch_size=1 must be at least the 2 shares of its pool's devices", "actor.mini_batch_size=1",
      "pools.main.devices_per_node=2"),
     ("must place actor, reward, rollout once each", ROLES, "reward_model.path=org/name"),
+    ("actor.warmup=9.0 must be at most the 8 updates of the run", "actor.warmup=9", "trainer.steps=8"),
+    ("critic.warmup_steps=8 must be below trainer.steps=8", "critic.warmup_steps=8", "trainer.steps=8", GAE),
+    ("trainer.profile_steps=[9, 9] must begin within", "trainer.profile_steps=[9, 9]", "trainer.steps=8"),
+    ("reward.function='none' needs reward_model.path or", "reward.function=none"),
+    ("algorithm.dynamic_sampling=1 needs rollout.n above 1", "algorithm.dynamic_sampling=1", GAE, "rollout.n=1",
+     "actor.mini_batch_size=8", "critic.mini_batch_size=8"),
     *(("trainer.profile_steps", f"trainer.profile_steps={value}") for value in ("[2,1]", "[0,1]", "[1]", "3")),
     ("launch='local' needs one pool of one device", "launch=local", "pools.main.devices_per_node=2"),
     *(("actor.old_logprobs='skip' needs actor.epochs=1, one mini-batch", "actor.old_logprobs=skip", word)
@@ -295,6 +306,50 @@ def test_every_option_of_a_method_is_flipped_above():
     assert read <= {word.partition("=")[0].partition(".")[2] for word, *_ in IDLE}
 
 
+# ---- config.yaml is the reference; tests/test_options.py flips its options ----
+
+def test_every_option_has_a_comment():
+    section, comments = "", {}
+    for indent, name, rest in re.findall(r"^( *)(\w+):(.*)", configuration.BASE.read_text(), re.MULTILINE):
+        section = section if indent else name
+        comments[f"{section}.{name}" if indent else name] = rest.partition("#")[2].strip()
+    options = options_in(load())
+    assert not [key for key in options if len(comments[key].split()) < 2]
+    same = {key: comment.split()[1].rstrip(";") for key, comment in comments.items() if comment.startswith("as ")}
+    assert len(same) > 15 and all(other in options for other in same.values())
+
+
+HOLDERS = {  # what a section is called where it is read, besides its own name
+    "actor": ["settings"], "critic": ["settings", "section"], "ref": ["settings", "section"],
+    "reward_model": ["settings", "section"], "reward": ["options"], "data": ["options"]}
+
+
+def reads(tree):
+    """(holder, name) of each holder.name and getattr(holder, ...) in a module that is not in its checks."""
+    checks = [part for part in tree.body if isinstance(part, ast.FunctionDef) and part.name.startswith("check")]
+    left_out = {id(node) for part in checks for node in ast.walk(part)}
+    for node in (node for node in ast.walk(tree) if id(node) not in left_out):
+        if isinstance(node, ast.Attribute):
+            yield getattr(node.value, "id", getattr(node.value, "attr", None)), node.attr
+        if isinstance(node, (ast.Call, ast.DictComp)):  # of one name, or of several
+            calls = [call for call in ast.walk(node) if isinstance(call, ast.Call)]
+            texts = [text.value for text in ast.walk(node) if isinstance(text, ast.Constant)]
+            holders = [call.args[0] for call in calls if getattr(call.func, "id", None) == "getattr"]
+            yield from ((getattr(holder, "id", None), text) for holder in holders for text in texts)
+
+
+def test_every_option_is_read_outside_the_checks():
+    import algos
+    found = {pair for file in ROOT.glob("*.py") for pair in reads(ast.parse(file.read_text()))}
+    for section, table in (("algorithm", algos.ADVANTAGES), ("actor", algos.POLICY_LOSSES)):
+        found |= {(section, option) for method in table.values() for option in algos.options_of(method)}
+    for key in options_in(load()):
+        section, _, name = key.rpartition(".")
+        holders = [section or "config", *HOLDERS.get(section, [])]
+        assert any((holder, name) in found for holder in holders), key
+    assert ("actor", "lrr") not in found and ("critic", "n") not in found
+
+
 # ---- the command line ----
 
 def command(*words):
@@ -327,6 +382,12 @@ def test_commands_that_are_refused(refusal, monkeypatch, capsys):
         assert word.partition("=")[0] in refusal(*GOOD, "--sweep", word)
     monkeypatch.setattr("config.check_engine_args", lambda given: load([], [f"bad.{given}=1"]))
     assert "bad.{'x': 0}" in refusal(*GOOD, "rollout.engine_args.x=0")
+
+
+def test_values_of_a_sweep():
+    assert configuration.split_values("1e-6,1e-5") == ["1e-6", "1e-5"] and configuration.split_values("") == [""]
+    assert configuration.split_values("[0.9,0.99],[0.8, 0.9]") == ["[0.9,0.99]", "[0.8, 0.9]"]
+    assert configuration.split_values("{a:[1,2],b:3},{},x") == ["{a:[1,2],b:3}", "{}", "x"]
 
 
 def test_a_sweep_runs_the_grid_and_returns_the_worst_code(layer, monkeypatch):

@@ -142,7 +142,7 @@ def test_wrong_rows_are_one_line(tmp_path):
         list(data.load_rows(str(tmp_path / "broken.jsonl"), data_options()))
     assert "\n" not in str(error.value)
     path = write_rows(tmp_path / "rows.jsonl", rows_of_lengths([3]))
-    with pytest.raises(ValueError, match="row 0 has prompt, answer; see data.prompt_key"):
+    with pytest.raises(ValueError, match="row 0 has prompt, answer, but not .* data.prompt_key=question"):
         next(data.load_rows(path, data_options(prompt_key="question")))
 
 
@@ -195,9 +195,9 @@ def test_overlong(tmp_path, capsys):  # fault 6
     assert all(f"0 of 4 dropped; 2 too long ({end})" in shown for end in ("left", "right"))
     with pytest.raises(ValueError, match="row 2 is over data.max_prompt_length=16"):
         load("error")
-    with pytest.raises(ValueError, match="0 usable rows; data.batch_size must be at most that"):
+    with pytest.raises(ValueError, match="0 left; data.batch_size must be at most that"):
         load("filter", max_prompt_length=5)
-    with pytest.raises(ValueError, match="2 usable rows; data.batch_size must be at most that"):
+    with pytest.raises(ValueError, match="2 left; data.batch_size must be at most that"):
         data.Prompts(path, make_tokenizer(), data_options(), batch_size=3)
 
 
@@ -409,6 +409,14 @@ def test_raising_costs_its_sample(score, capsys, error):  # fault 9
     assert "Traceback" not in capsys.readouterr().err  # shown once a run
 
 
+@pytest.mark.parametrize("text, message", [
+    ("'good'", "could not convert string to float: 'good'"), ("{'value': 1}", "KeyError: 'score'"),
+    ("None", "2 of 2 samples have no score")])
+def test_what_is_never_a_score_stops_the_run(text, message, score):
+    with pytest.raises(RuntimeError, match=f"(?s).*{message}"):
+        score(["a", "b"], f"def score(response, answer, row):\n    return {text}\n")
+
+
 def test_an_infinite_score_is_an_error(score):
     """It would make the loss NaN; and the function's own numbers do not take the names of ours."""
     batch, metrics = score(["a", "b"], "def score(response, answer, row):\n"
@@ -505,7 +513,7 @@ def test_check(tmp_path):
         with pytest.raises(ValueError, match=word):
             scoring.reward_function(function)
     section.val = write_rows(tmp_path / "val.jsonl", [{"question": "w9"}])
-    with pytest.raises(ValueError, match="data.val=.*row 0 has question; see data.prompt_key"):
+    with pytest.raises(ValueError, match="data.val=.*row 0 has question, but not .* data.prompt_key=prompt"):
         data.check(section)
 
 

@@ -28,7 +28,7 @@ TWO_NODES = ["pools.main.nodes=2", "pools.main.devices_per_node=8"]
 SIXTEEN = [*TWO_NODES, "rollout.tp=4", "model.sp=2", "model.fsdp_size=8"]
 APART = ["algorithm.advantage=gae", "pools.main.roles=[rollout, actor, ref]",
          "pools.b={nodes: 1, devices_per_node: 2, roles: [reward, critic]}", "critic.mini_batch_size=32",
-         "critic.epochs=2", "reward_model.path=recipes/toy.py:build", "actor.kl_coef=0.1"]
+         "critic.epochs=2", "reward_model.path=tests/rewards.py:classifier", "actor.kl_coef=0.1"]
 LORA = ["actor.lora_rank=4", "actor.kl_coef=0.1"]
 QWEN = {  # Qwen2.5-*-Instruct: hidden and intermediate size, layers, heads, kv heads, vocabulary, parameters
     "0.5B": (896, 4864, 24, 14, 2, 151936, 494_032_768),
