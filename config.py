@@ -398,6 +398,16 @@ def check_sizes(config, now, require):
     require(first <= steps, "trainer.profile_steps", f"must begin within trainer.steps={steps}")
 
 
+def check_data(options):
+    """Refuses a config's `data` section whose rows cannot be read, by reading the first of each source that
+    need not be fetched."""
+    import data
+
+    for key, spec in (("data.train", options.train), ("data.val", options.val)):
+        if spec is not None and not data.on_hub(spec):
+            next(data.load_rows(spec, options, key), None)
+
+
 def check_files(config, now, require):
     """Models, tools, data and functions are there; the first row of each source is read."""
     import agent
@@ -424,7 +434,7 @@ def check_files(config, now, require):
             "must be one; a dict joins that of a layer, which ~rollout.interaction would delete")
     right = "must be a folder with step_1.pt, as trainer.record leaves it"
     require(not replay or Path(replay, "step_1.pt").is_file(), "trainer.replay", right)
-    data.check(config.data)
+    check_data(config.data)
     scoring.reward_function(config.reward.function)
     check_engine_args(rollout.engine_args)
 

@@ -121,14 +121,6 @@ def on_hub(spec):
     return name.count("/") == 1 and not here
 
 
-def check(options):
-    """Refuses a config's `data` section whose rows cannot be read, by reading the first of each source that
-    need not be fetched."""
-    for key, spec in (("data.train", options.train), ("data.val", options.val)):
-        if spec is not None and not on_hub(spec):
-            next(load_rows(spec, options, key), None)
-
-
 # ---- prompts ----
 
 def encode(tokenizer, prompt, system=None, tools=None):

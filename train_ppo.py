@@ -257,6 +257,9 @@ class Trainer:
             self.update("critic", batch)
         if self.step > self.config.critic.warmup_steps:  # 0 without a critic
             self.update("actor", batch)
+        if self.metrics.get("rollout/logprob_diff_mean", 0) > 1:  # precision costs a hundredth of that
+            raise RuntimeError("engine and trainer differ by more than 1 in the mean token's log-prob: does "
+                               "SGLang know all of this model's weights, by the same names?")
         seconds = time.perf_counter() - start
         tokens = sum(len(p) + len(r) for p, r in zip(batch["prompt_ids"], batch["response_ids"]))
         self.metrics |= {"time/step": seconds, "perf/tokens_per_second": tokens / seconds}
@@ -360,8 +363,7 @@ class Trainer:
         """The step's batch as another run recorded it: what follows then gives the same numbers."""
         path = f"{self.config.trainer.replay}/step_{self.step}.pt"
         batch, metrics = torch.load(path, weights_only=False)
-        clocks = "time/", "mem/"
-        self.metrics |= {name: value for name, value in metrics.items() if not name.startswith(clocks)}
+        self.metrics |= {name: x for name, x in metrics.items() if not name.startswith(("time/", "mem/"))}
         return batch
 
     # -- advantages and updates
@@ -530,10 +532,10 @@ def run(config):
         trainer = Trainer(config, launch, main=int(os.environ.get("RANK", 0)) == 0)
     try:
         if launch == "ray":
-            address = config.ray.address or "local"  # with None Ray would join what runs on this machine
             with configuration.one_line_errors():  # auto finds a Ray, or not
-                ray.init(address, num_cpus=config.ray.num_cpus, include_dashboard=False,
-                         logging_level="ERROR")
+                # With None in place of "local" Ray would join what runs on this machine.
+                address, quiet = config.ray.address or "local", {"logging_level": "ERROR"}
+                ray.init(address, num_cpus=config.ray.num_cpus, include_dashboard=False, **quiet)
             configuration.end_on_signals()  # ray.init has put its own handler in place
         trainer.start()
         trainer.fit()

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
 import algos
@@ -139,8 +140,9 @@ class Worker:
         self.rollout.resume("kv_cache")
 
     def full_tensors(self, role, dtype=torch.float32):
-        """(Hugging Face name, whole tensor) of every weight once, gathered one at a time; all ranks must walk
-        through all of it. Where there is an adapter, W is W + scaling B A, and A and B do not appear."""
+        """(name in a checkpoint, whole tensor) of every weight once, gathered one at a time; all ranks must
+        walk through all of it. Where there is an adapter, W is W + scaling B A, and A and B do not appear.
+        What transformers has fused, such as the experts of a layer, is taken apart as in its checkpoints."""
         model = self.models[role]
         for name, parameter in model.named_parameters():
             if ".lora_" in name:
@@ -151,7 +153,7 @@ class Worker:
                 lora = model.get_submodule(layer)
                 a, b = (pair["default"].weight.detach().full_tensor() for pair in (lora.lora_A, lora.lora_B))
                 weight = weight + (lora.scaling["default"] * b @ a).to(dtype)
-            yield layer + rest, weight
+            yield from revert_weight_conversion(model, {layer + rest: weight}).items()
 
     def sleep(self):
         self.rollout.release()
@@ -240,8 +242,8 @@ class Worker:
         """
         settings, loss_function = getattr(self.config, role), getattr(self, f"{role}_loss")
         totals, widest = defaultdict(float), torch.zeros(1, device=self.device)
-        number = self.schedules[role].last_epoch  # of this update in the run
-        torch.manual_seed(self.config.seed + number)  # clip_cov draws: the same when resumed
+        # What clip_cov draws must be the same when resumed.
+        torch.manual_seed(self.config.seed + self.schedules[role].last_epoch)
         for units, weight in self.micro_batches(batch, role):
             with_entropy = role == "actor" and (settings.entropy_coef or settings.old_logprobs != "recompute")
             columns, outputs = self.forward(role, batch, units, weight, with_entropy)

@@ -18,6 +18,7 @@ import transformers
 
 import data
 import scoring
+from config import check_data
 from recipes import rewards as functions
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
@@ -506,7 +507,7 @@ def test_overlong_penalty_and_truncation(score):  # DAPO eq. 13: 0 up to 8 - 4 t
 
 def test_check(tmp_path):
     section = data_options(train="recipes/toy.py:problems", val=None)
-    data.check(section)
+    check_data(section)
     assert scoring.reward_function("recipes/toy.py:score")
     for word, function in [("reward.function=exakt: there is no file", "exakt"),
                            ("no function 'scores'", "recipes/toy.py:scores")]:
@@ -514,7 +515,7 @@ def test_check(tmp_path):
             scoring.reward_function(function)
     section.val = write_rows(tmp_path / "val.jsonl", [{"question": "w9"}])
     with pytest.raises(ValueError, match="data.val=.*row 0 has question, but not .* data.prompt_key=prompt"):
-        data.check(section)
+        check_data(section)
 
 
 def test_nothing_to_split():

@@ -3,10 +3,11 @@
 import types
 
 import pytest
+import safetensors.torch
 import torch
 import torch.multiprocessing as multiprocessing
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers import Qwen2ForSequenceClassification, Qwen2ForTokenClassification
 
 import algos
@@ -242,6 +243,32 @@ def test_a_rank_without_rows_keeps_step(model_path, tmp_path):
     for rank in range(2):
         for mine, one in zip(torch.load(tmp_path / f"2/few_2_{rank}"), expected):
             assert mine == pytest.approx(one, rel=1e-4, abs=1e-6)
+
+
+def sent_main(rank, world, folder, config):
+    from workers import Worker
+
+    worker = Worker(config, rank, world, rank, world, f"file://{folder}/ranks")
+    worker.build("actor", config.model.path, 10)
+    torch.save(dict(worker.full_tensors("actor")), f"{folder}/sent_{rank}")
+    worker.shutdown()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_weights_are_sent_as_a_checkpoint_has_them(family, tmp_path):
+    """transformers fuses the experts of a layer; the engine knows them by the names of the files, one by one."""
+    experts = {"mixtral": {"num_local_experts": 4}, "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 16}}
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts_per_tok": 2}
+    config = AutoConfig.for_model(family, **shape, **heads, **experts[family])
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    multiprocessing.spawn(sent_main, (2, str(tmp_path), settings(str(tmp_path / "model"))), nprocs=2)
+    expected = safetensors.torch.load_file(tmp_path / "model/model.safetensors")
+    assert any("experts.3" in name for name in expected)
+    for rank in range(2):
+        sent = torch.load(tmp_path / f"sent_{rank}")
+        assert sent.keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in sent.items())
 
 
 def lora_main(rank, world, folder, config):
