@@ -59,6 +59,39 @@ def odd() -> dict:
     return {(1, 2): 3}
 
 
+async def gives_up() -> str:
+    """Waits for something that was cancelled."""
+    task = asyncio.ensure_future(asyncio.sleep(9))
+    task.cancel()
+    await task
+
+
+class Speechless(Exception):
+    def __str__(self):
+        raise LookupError("no words")
+
+
+def raises() -> str:
+    """Fails and cannot say why."""
+    raise Speechless
+
+
+class Broken:
+    """Cannot be set up."""
+
+    closed = []
+
+    def create(self, row):
+        raise OSError("no room")
+
+    def __call__(self) -> str:
+        """Works."""
+        return "works"
+
+    def close(self):
+        self.closed.append(self)
+
+
 class Notebook:
     """Keeps lines, `limit` at most."""
 
@@ -89,6 +122,11 @@ def again(messages, row):
     """A user who asks for more until the model has spoken row["turns"] times, with a reward of 1, 2, 3, ..."""
     turns = sum(message["role"] == "assistant" for message in messages)
     return "?>", turns == row["turns"], turns
+
+
+def says(messages, row):
+    """What the row says an interaction gives."""
+    return row["gives"]
 
 
 def fails(messages, row):
@@ -193,21 +231,23 @@ def test_control_tokens_typed_by_a_tool_stay_text(tokenizer):
 
 @pytest.mark.parametrize("said, answer", [
     ("<tool_call>\n{broken\n</tool_call>", "error: this tool call cannot be read"),
-    (CALL % ("nobody", "{}"), "error: ValueError: there is no tool 'nobody'; there is echo, sleeps, leaves, odd"),
+    (CALL % ("nobody", "{}"), "error: ValueError: there is no tool 'nobody'; there is echo, sleeps, leaves"),
     (CALL % ("echo", '{"wrong": 1}'), "error: TypeError: the arguments of echo are text"),
     (CALL % ("echo", '{"text": "x", "prefix": "> "}'), "error: TypeError: the arguments of echo are text"),
     (CALL % ("echo", "{}"), "error: TypeError: .*text"),
     ("<tool_call>\n[1]\n</tool_call>", "error: this tool call cannot be read"),
     (CALL % ("leaves", "{}"), "error: RuntimeError: SystemExit"),
     (CALL % ("odd", "{}"), "error: TypeError"),
+    (CALL % ("gives_up", "{}"), "error: RuntimeError: CancelledError"),
+    (CALL % ("raises", "{}"), "error: Speechless"),
+    (CALL % ("Broken", "{}"), "error: OSError: no room"),
     (CALL % ("echo", '"text"'), "error: "),
     (CALL % ("echo", '{"text": 7}'), "error: TypeError"),
     (CALL % ("sleeps", '{"seconds": 5}'), "error: TimeoutError: no answer within 0.2 s"),
 ])
 def test_a_bad_call_becomes_an_observation(tokenizer, said, answer):
-    config = settings(
-        "rollout.tool_timeout=0.2", tools={"echo": {"prefix": "> "}, "sleeps": {}, "leaves": {}, "odd": {}}
-    )
+    more = dict.fromkeys(("sleeps", "leaves", "odd", "gives_up", "raises", "Broken"), {})
+    config = settings("rollout.tool_timeout=0.2", tools={"echo": {"prefix": "> "}} | more)
     start = time.monotonic()
     episode, _ = play(config, tokenizer, [said, "done"])
     assert time.monotonic() - start < 3
@@ -226,6 +266,14 @@ def test_tools_have_state_for_each_episode_and_are_closed(tokenizer):
         assert episode.opened["Notebook"].lines in episode.opened["Notebook"].closed and entry == {"first": "x"}
     schema = agent.tool_schemas(config.rollout.tools)[0]["function"]
     assert schema["name"] == "Notebook" and list(schema["parameters"]["properties"]) == ["line"]
+
+
+def test_a_tool_whose_create_fails_is_closed(tokenizer):
+    """It may have taken something before it failed."""
+    Broken = data.load_function(f"tests/{HERE}:Broken", "rollout.tools")
+    Broken.closed.clear()
+    episode, _ = play(settings(tools={"Broken": {}}), tokenizer, [CALL % ("Broken", "{}"), "done"])
+    assert len(Broken.closed) == 1 and episode.tool_errors == 1
 
 
 def test_schemas_leave_out_what_yaml_gives():
@@ -283,6 +331,22 @@ def test_a_failing_interaction_costs_its_sample(tokenizer):
             rewards(data.select(batch, [0]))
     finally:
         rewards.close()
+
+
+@pytest.mark.parametrize("gives, error", [
+    ({"text": "go on", "done": False}, "is not .text, done. or .text, done, reward."),
+    ("ab", "is not .text, done. or .text, done, reward."),
+    (("go on",), "not enough values to unpack"),
+    ((None, False), "is not .text, done. or .text, done, reward."),
+    (("go on", False, float("nan")), "a reward that is not finite"),
+    (("go on", False, 1e39), "a reward that is not finite"),  # in float32
+    (("go on", False, "good"), "could not convert string to float"),
+    (("go on", False, 1.0, 2.0), "float expected at most 1 argument"),
+])
+def test_an_interaction_that_gives_what_it_should_not_costs_its_sample(tokenizer, gives, error):
+    episode, _ = play(settings(interaction=["says"]), tokenizer, ["a", "b"] * 9, entry={"gives": gives})
+    assert episode.finish_reason == "error" and episode.turns == 1
+    assert re.search(error, episode.transcript[-1]["content"]) and not any(episode.rewards)
 
 
 def test_a_template_that_shows_only_the_last_thinking(tokenizer):
