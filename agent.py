@@ -89,8 +89,10 @@ async def finished(function, seconds, /, *args, **kwargs):
         async with asyncio.timeout(seconds) as limit:
             result = await asyncio.wrap_future(future)
             return await result if inspect.isawaitable(result) else result
-    except TimeoutError as error:  # ours, or its own
-        raise TimeoutError(f"no answer within {seconds} s") if limit.expired() else error
+    except TimeoutError:
+        if limit.expired():
+            raise TimeoutError(f"no answer within {seconds} s") from None
+        raise  # its own
     except (asyncio.CancelledError, SystemExit, KeyboardInterrupt) as error:
         if asyncio.current_task().cancelling():  # we are to end, with over-sampling
             raise
