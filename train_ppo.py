@@ -10,6 +10,7 @@ update, streaming of data, other backends.
 
 import contextlib
 import fcntl
+import io
 import json
 import math
 import os
@@ -17,6 +18,7 @@ import shutil
 import sys
 import tempfile
 import time
+import zipfile
 from pathlib import Path
 
 from tqdm import tqdm
@@ -155,9 +157,8 @@ class Trainer:
         order = config.seed, config.data.batch_size + config.rollout.oversample
         self.prompts = data.Prompts(*source, *order, exclude=held_out, tools=tools)
         self.total = config.trainer.steps or config.trainer.epochs * self.prompts.steps_per_epoch
-        last_record = Path(f"{config.trainer.replay}/step_{self.total}.pt")
-        if config.trainer.replay and not last_record.exists():
-            raise ValueError(f"trainer.steps={self.total}: there is no {last_record} to replay")
+        if config.trainer.replay:
+            self.check_records(Path(config.trainer.replay))
         self.step, self.kl_coef, self.awake, self.metrics = 0, config.algorithm.kl_coef, False, {}
         self.best = -math.inf  # mean validation score over sources
         self.rewards = self.board = None
@@ -193,6 +194,9 @@ class Trainer:
             state = json.loads((self.resumed / "trainer.json").read_text())
             self.step, self.kl_coef, self.best = state["step"], state["kl_coef"], state["best"]
             self.prompts.load_state_dict(state["prompts"])
+            if state["only"] != self.config.rollout.only:  # one has learned nothing, and saved no critic
+                raise ValueError(f"trainer.dir={self.directory} has a checkpoint of a run with rollout.only="
+                                 f"{json.dumps(state['only'])}; take another folder")
         if self.main:
             self.directory.mkdir(parents=True, exist_ok=True)
             self.lock = open(self.directory / "lock", "w")
@@ -352,9 +356,23 @@ class Trainer:
             tqdm.write(f"  {row['scores']:5.2f}  {shown}")
 
     def record(self, batch):
-        """Keep the scored batch and what was measured of it, for `trainer.replay`."""
-        (self.directory / "records").mkdir(exist_ok=True)
-        torch.save((batch, self.metrics), self.directory / f"records/step_{self.step}.pt")
+        """Keep the scored batch and what was measured of it, for `trainer.replay`: whole or not at all."""
+        folder, whole = self.directory / "records", io.BytesIO()
+        folder.mkdir(exist_ok=True)
+        torch.save((batch, self.metrics), whole)  # in memory: torch does not say that a disk is full
+        (folder / "unfinished").write_bytes(whole.getbuffer())
+        (folder / "unfinished").rename(folder / f"step_{self.step}.pt")
+
+    def check_records(self, folder):
+        """Raises ValueError, in one line, for records that are not there, not whole, or of another batch."""
+        for step in range(1, self.total + 1):
+            if not zipfile.is_zipfile(folder / f"step_{step}.pt"):
+                raise ValueError(f"trainer.steps={self.total}: there is no whole {folder}/step_{step}.pt")
+        responses = len(torch.load(folder / "step_1.pt", weights_only=False)[0]["uid"])
+        wanted = self.config.data.batch_size * self.config.rollout.n
+        if responses > wanted or responses < wanted and not self.config.algorithm.dynamic_sampling:
+            raise ValueError(f"trainer.replay={folder}: step_1.pt has {responses} responses; "
+                             f"data.batch_size * rollout.n is {wanted}")
 
     def replay(self):
         """The step's batch as another run recorded it: what follows then gives the same numbers."""
@@ -453,13 +471,18 @@ class Trainer:
             self.sleep()
         with self.phase("save"):
             self.once(shutil.rmtree, beside, True)
-            for group in self.pools:
-                group.call("save", str(beside))
+            try:
+                for group in self.pools:
+                    group.call("save", str(beside))
+            except (Exception, torch.distributed.checkpoint.CheckpointException) as error:
+                # Of a full disk torch says "unexpected pos 704 vs 598".
+                free = shutil.disk_usage(self.directory).free / 2**20
+                raise RuntimeError(f"{beside} cannot be written; {free:.0f} MiB are free there") from error
             self.once(self.finish_save, beside, folder / f"step_{self.step}")
 
     def finish_save(self, beside, final):
         state = {"step": self.step, "kl_coef": self.kl_coef, "best": self.best}
-        state["prompts"] = self.prompts.state_dict()
+        state |= {"prompts": self.prompts.state_dict(), "only": self.config.rollout.only}
         (beside / "trainer.json").write_text(json.dumps(state))
         beside.rename(final)
         for old in checkpoints(self.directory)[: -self.config.trainer.keep]:

@@ -2,7 +2,10 @@
 
 import asyncio
 import json
+import os
 import re
+import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -384,6 +387,7 @@ def test_wrong_options_are_refused(tokenizer):
     for words, error in [
         (["rollout.interaction={'recipes/guess.py:Nobody': {}}"], "rollout.interaction=.*no function 'Nobody'"),
         (["rollout.interaction={'recipes/guess.py:Game': 3}"], "rollout.interaction=.*must be"),
+        (["trainer.record=true", "trainer.replay=tests"], "trainer.record=True has no effect"),
         (["trainer.replay=nowhere"], "trainer.replay='nowhere' must be a folder"),
         (["algorithm.advantage=remax", "rollout.oversample=2"], "rollout.oversample=2 must be 0"),
     ]:
@@ -523,6 +527,51 @@ def test_a_replay_gives_the_same_updates(recorded, tmp_path):
         assert {name: old[name] for name in names} == {name: new[name] for name in names}
 
 
+def test_records_that_cannot_be_replayed_are_refused(recorded, tmp_path):
+    """At the start: one that is missing or cut in the middle of the run, and those of more responses."""
+    for name in ("missing", "cut"):
+        shutil.copytree(recorded.directory / "records", tmp_path / name)
+    (tmp_path / "missing/step_2.pt").unlink()
+    os.truncate(tmp_path / "cut/step_2.pt", 9999)
+    batch = ["data.batch_size=8", "actor.mini_batch_size=64"]
+    runs = [Run(tmp_path / f"run_{folder.name}", *GUESS, "trainer.steps=3", f"trainer.replay={folder}", *batch, more)
+            for folder, more in ((tmp_path / "missing", "seed=2"), (tmp_path / "cut", "seed=2"),
+                                 (recorded.directory / "records", "rollout.n=8"))]
+    reasons = [f"trainer.steps=3: there is no whole {tmp_path}/missing/step_2.pt",
+               f"trainer.steps=3: there is no whole {tmp_path}/cut/step_2.pt",
+               "step_1.pt has 128 responses; data.batch_size * rollout.n is 64"]
+    for run, reason in zip(runs, reasons):
+        assert run.wait() == 2
+        said = run.log.read_text()
+        assert reason in said and "Traceback" not in said
+
+
+def test_a_full_disk_ends_a_run_that_records(tmp_path):
+    """It says so, and a record that is half written is none."""
+    records = tmp_path / "full/records"
+    records.mkdir(parents=True)
+    (records / "unfinished").symlink_to("/dev/full")
+    run = Run(tmp_path / "full", *GUESS, "trainer.steps=1", "trainer.record=true")
+    assert run.wait() not in (0, 2)
+    run.assert_nothing_left()
+    assert "OSError: [Errno 28] No space left on device" in run.log.read_text()
+    assert [path.name for path in records.iterdir()] == ["unfinished"]
+
+
+@pytest.mark.skipif(subprocess.call(["unshare", "-rm", "true"]) != 0, reason="needs a file system of its own")
+def test_a_full_disk_ends_a_run_that_saves(recorded, tmp_path):
+    """On a disk of 600 kB; a checkpoint has 900."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    shell = "unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=600k none "$0" && exec "$@"', str(disk)
+    run = Run(disk, *GUESS, "trainer.steps=3", f"trainer.replay={recorded.directory}/records",
+              "data.batch_size=8", "actor.mini_batch_size=128", command=(*shell, sys.executable))
+    assert run.wait() not in (0, 2)
+    run.assert_nothing_left()
+    last = run.log.read_text().split("\n[rank0]: ")[-1]
+    assert f"RuntimeError: {disk}/checkpoints/unfinished cannot be written; 0 MiB are free there" in last
+
+
 def test_rollout_only(tmp_path):
     run = Run(tmp_path / "only", *GUESS, "trainer.steps=2", "rollout.only=true")
     assert run.wait() == 0, run.log.read_text()[-3000:]
@@ -530,3 +579,7 @@ def test_rollout_only(tmp_path):
     assert [sample["step"] for sample in samples] == [1] * 160 + [2] * 160
     assert all(0 <= sample["scores"] <= 1 for sample in samples)
     assert not any(name.startswith("actor/") for row in run.rows() for name in row)
+    learns = Run(run.directory, *GUESS, "trainer.steps=3")  # it would begin at step 3, with half a checkpoint
+    assert learns.wait() == 2
+    assert "has a checkpoint of a run with rollout.only=true; take another folder" in learns.log.read_text()
+    assert (run.directory / "samples.jsonl").read_text().count("\n") == 320
