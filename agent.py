@@ -7,6 +7,7 @@ engine is known here as `write` only. Left out: turns that see images, calls whi
 
 import asyncio
 import concurrent.futures
+import contextlib
 import copy
 import functools
 import inspect
@@ -100,9 +101,13 @@ async def finished(function, seconds, /, *args, **kwargs):
         async with asyncio.timeout(seconds) as limit:
             result = await asyncio.wrap_future(future)
             return await result if inspect.isawaitable(result) else result
-    except TimeoutError as error:  # ours, or its own
-        raise TimeoutError(f"no answer within {seconds} s") if limit.expired() else error
-    except (SystemExit, KeyboardInterrupt) as error:
+    except TimeoutError:
+        if limit.expired():
+            raise TimeoutError(f"no answer within {seconds} s") from None
+        raise  # its own
+    except (asyncio.CancelledError, SystemExit, KeyboardInterrupt) as error:
+        if asyncio.current_task().cancelling():  # we are to end, with over-sampling
+            raise
         raise RuntimeError(repr(error)) from None
 
 
@@ -210,7 +215,8 @@ class Episode:
         self.entry = copy.deepcopy(row.get("entry"))  # tools may change theirs
         self.ids, self.mask, self.logprobs, self.rewards = [], [], [], []  # an entry per token
         self.turns, self.finish_reason = 0, "abort"
-        self.transcript, self.opened = [], {}  # messages after the prompt; {name: this episode's tool}
+        self.transcript, self.made = [], []  # messages after the prompt; this episode's tools, to be closed,
+        self.opened = {}  # and by name those that are ready
         self.tool_calls = self.tool_errors = 0
 
     async def play(self, write):
@@ -222,7 +228,7 @@ class Episode:
         try:
             await self.take_turns(write, self.row["prompt_ids"].tolist())
         finally:  # also when it is aborted
-            for tool in self.opened.values():
+            for tool in self.made:
                 if hasattr(tool, "close"):
                     await self.attempt(self.finish(tool.close))
 
@@ -302,8 +308,11 @@ class Episode:
         """The interaction's answer; its reward lands on the last token of the model's turn."""
         try:
             messages = copy.deepcopy([*self.row["prompt"], *self.transcript])
-            text, done, *reward = await self.finish(await self.open(None), messages, self.entry)
-            self.rewards[-1] = float(*reward)  # 0 where there is none
+            answer = await self.finish(await self.open(None), messages, self.entry)
+            if not isinstance(answer, (tuple, list)) or answer[0] is None and not answer[1]:
+                raise TypeError(f"{answer!r} is not (text, done) or (text, done, reward)")
+            text, done, *reward = answer
+            self.rewards[-1] = torch.tensor(float(*reward)).item()  # 0 where there is none; 1e39 is infinite
             if not math.isfinite(self.rewards[-1]):
                 raise ValueError("a reward that is not finite would make the loss NaN")
         except Exception:
@@ -315,6 +324,7 @@ class Episode:
         """This episode's own instance of a tool, or of the interaction (None), made at its first use."""
         if name not in self.opened:
             tool = await self.finish(self.agent.makers[name])
+            self.made.append(tool)  # it is closed also where its create fails
             if hasattr(tool, "create"):
                 await self.finish(tool.create, self.entry)
             self.opened[name] = tool
@@ -329,7 +339,9 @@ class Episode:
             return await coroutine
         except Exception as error:
             self.tool_errors += 1
-            return f"error: {type(error).__name__}: {error}"
+            with contextlib.suppress(Exception):  # an error may fail to say what it is
+                return f"error: {type(error).__name__}: {error}"
+            return f"error: {type(error).__name__}"
 
     def columns(self):
         """The sample's entries in the batch. Those of tokens are 1-D tensors over the response, which is what

@@ -308,6 +308,7 @@ def check_effects(config, now, require):
         "rollout.max_turn*": not talks and "rollout.tools and rollout.interaction are {}",
         "rollout.tool_timeout": not talks and "rollout.tools and rollout.interaction are {}",
         "rollout.only": replay and "trainer.replay has no rollout",
+        "trainer.record": replay and "trainer.replay has the records",
         "rollout.correction_cap": rollout.correction == "off" and "rollout.correction is off",
         "reward.overlong_penalty": config.reward.overlong_buffer == 0 and "reward.overlong_buffer is 0",
         "reward_model.*": "reward" not in described and "reward_model.path is null",

@@ -40,7 +40,7 @@ def _call(spec, response, answer, row):
         result = asyncio.run(result) if asyncio.iscoroutine(result) else result
         result = result if isinstance(result, dict) else {"score": result}
         result["score"] = math.nan if result["score"] is None else float(result["score"])
-        if math.isinf(result["score"]):
+        if torch.tensor(result["score"]).isinf():  # as is 1e39, in float32
             raise ValueError("an infinite score would make the loss NaN")
         numbers = {name: float(value) for name, value in result.items() if isinstance(value, (int, float))}
         return numbers | {name: str(result[name]) for name in ("prediction",) if name in result}

@@ -155,9 +155,8 @@ class Trainer:
         order = config.seed, config.data.batch_size + config.rollout.oversample
         self.prompts = data.Prompts(*source, *order, exclude=held_out, tools=tools)
         self.total = config.trainer.steps or config.trainer.epochs * self.prompts.steps_per_epoch
-        last_record = Path(f"{config.trainer.replay}/step_{self.total}.pt")
-        if config.trainer.replay and not last_record.exists():
-            raise ValueError(f"trainer.steps={self.total}: there is no {last_record} to replay")
+        if config.trainer.replay:
+            records.check(config, self.total)
         self.step, self.kl_coef, self.awake, self.metrics = 0, config.algorithm.kl_coef, False, {}
         self.best = -math.inf  # mean validation score over sources
         self.rewards = self.board = None
@@ -193,6 +192,9 @@ class Trainer:
             state = json.loads((self.resumed / "trainer.json").read_text())
             self.step, self.kl_coef, self.best = state["step"], state["kl_coef"], state["best"]
             self.prompts.load_state_dict(state["prompts"])
+            if state["only"] != self.config.rollout.only:  # one has learned nothing, and saved no critic
+                raise ValueError(f"trainer.dir={self.directory} has a checkpoint of a run with rollout.only="
+                                 f"{json.dumps(state['only'])}; take another folder")
         if self.main:
             self.directory.mkdir(parents=True, exist_ok=True)
             self.lock = open(self.directory / "lock", "w")
@@ -238,13 +240,14 @@ class Trainer:
         """One step, as README.md draws it: columns are added to the batch, then the models learn."""
         start = time.perf_counter()
         if self.config.trainer.replay:
-            batch = self.replay()
+            batch, recorded = records.replay(self.config.trainer.replay, self.step)
+            self.metrics |= recorded
         else:
             self.wake()
             batch = self.collect()
             self.sleep()
         if self.config.trainer.record:
-            self.once(self.record, batch)
+            self.once(records.record, self.directory, self.step, batch, self.metrics)
         if self.config.rollout.only:
             return self.once(self.write_samples, batch)
         for role, phase in (("actor", "old_logprobs"), ("ref", "ref_logprobs"), ("critic", "values")):
@@ -354,18 +357,6 @@ class Trainer:
             shown = f"{str(row['prompt'])[-60:]} -> {row['response'][:60]!r} (answer {row['answer']!r})"
             tqdm.write(f"  {row['scores']:5.2f}  {shown}")
 
-    def record(self, batch):
-        """Keep the scored batch and what was measured of it, for `trainer.replay`."""
-        (self.directory / "records").mkdir(exist_ok=True)
-        torch.save((batch, self.metrics), self.directory / f"records/step_{self.step}.pt")
-
-    def replay(self):
-        """The step's batch as another run recorded it: what follows then gives the same numbers."""
-        path = f"{self.config.trainer.replay}/step_{self.step}.pt"
-        batch, metrics = torch.load(path, weights_only=False)
-        self.metrics |= {name: x for name, x in metrics.items() if not name.startswith(("time/", "mem/"))}
-        return batch
-
     # -- advantages and updates
 
     def add_advantages(self, batch):
@@ -455,13 +446,18 @@ class Trainer:
             self.sleep()
         with self.phase("save"):
             self.once(shutil.rmtree, beside, True)
-            for group in self.pools:
-                group.call("save", str(beside))
+            try:
+                for group in self.pools:
+                    group.call("save", str(beside))
+            except (Exception, torch.distributed.checkpoint.CheckpointException) as error:
+                # Of a full disk torch says "unexpected pos 704 vs 598".
+                free = shutil.disk_usage(self.directory).free / 2**20
+                raise RuntimeError(f"{beside} cannot be written; {free:.0f} MiB are free there") from error
             self.once(self.finish_save, beside, folder / f"step_{self.step}")
 
     def finish_save(self, beside, final):
         state = {"step": self.step, "kl_coef": self.kl_coef, "best": self.best}
-        state["prompts"] = self.prompts.state_dict()
+        state |= {"prompts": self.prompts.state_dict(), "only": self.config.rollout.only}
         (beside / "trainer.json").write_text(json.dumps(state))
         beside.rename(final)
         for old in checkpoints(self.directory)[: -self.config.trainer.keep]:
@@ -474,21 +470,14 @@ class Trainer:
         fingerprints = [source and source.fingerprint for source in (self.prompts, self.val_prompts)]
         if self.once(lambda: fingerprints) != fingerprints:
             raise RuntimeError("data.train or data.val is not the same on all ranks: is its function random?")
-        self.once(self.trim_records)
+        self.once(self.begin)
 
-    def trim_records(self):
-        """Keep what the checkpoint knows; what came later will come again."""
+    def begin(self):
+        """What the run will be is written down, and what a killed one wrote after its checkpoint goes."""
         (self.directory / "config.yaml").write_text(configuration.dump(self.config))
         if self.resumed:
             tqdm.write(f"resumed from {self.resumed}")
-        for name in ("metrics.jsonl", "samples.jsonl"):
-            path = self.directory / name
-            if path.exists():
-                lines = path.read_text().splitlines(True) if self.step else []  # 0: also that row comes again
-                whole = [line for line in lines if line.endswith("\n")]  # a kill may have cut the last one
-                beside = path.with_suffix(".trimmed")  # a kill may come at any moment
-                beside.write_text("".join(line for line in whole if json.loads(line)["step"] <= self.step))
-                beside.replace(path)
+        records.trim(self.directory, self.step)
 
 
 def checkpoints(directory):
@@ -502,7 +491,8 @@ def checkpoints(directory):
 
 def import_libraries():
     """What takes seconds to import, which a run with a wrong config is spared. A Trainer needs it first."""
-    global Agent, PlacementGroup, Worker, algos, data, free_address, models, ray, scoring, tensorboard, torch
+    global Agent, PlacementGroup, Worker, algos, data, free_address, models, ray, records, scoring, torch
+    global tensorboard
     import ray
     import torch
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as PlacementGroup
@@ -511,6 +501,7 @@ def import_libraries():
     import algos
     import data
     import models
+    import records
     import scoring
     from agent import Agent
     from engine import free_address

@@ -2,7 +2,10 @@
 
 import asyncio
 import json
+import os
 import re
+import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -59,6 +62,39 @@ def odd() -> dict:
     return {(1, 2): 3}
 
 
+async def gives_up() -> str:
+    """Waits for something that was cancelled."""
+    task = asyncio.ensure_future(asyncio.sleep(9))
+    task.cancel()
+    await task
+
+
+class Speechless(Exception):
+    def __str__(self):
+        raise LookupError("no words")
+
+
+def raises() -> str:
+    """Fails and cannot say why."""
+    raise Speechless
+
+
+class Broken:
+    """Cannot be set up."""
+
+    closed = []
+
+    def create(self, row):
+        raise OSError("no room")
+
+    def __call__(self) -> str:
+        """Works."""
+        return "works"
+
+    def close(self):
+        self.closed.append(self)
+
+
 class Notebook:
     """Keeps lines, `limit` at most."""
 
@@ -89,6 +125,11 @@ def again(messages, row):
     """A user who asks for more until the model has spoken row["turns"] times, with a reward of 1, 2, 3, ..."""
     turns = sum(message["role"] == "assistant" for message in messages)
     return "?>", turns == row["turns"], turns
+
+
+def says(messages, row):
+    """What the row says an interaction gives."""
+    return row["gives"]
 
 
 def fails(messages, row):
@@ -193,21 +234,23 @@ def test_control_tokens_typed_by_a_tool_stay_text(tokenizer):
 
 @pytest.mark.parametrize("said, answer", [
     ("<tool_call>\n{broken\n</tool_call>", "error: this tool call cannot be read"),
-    (CALL % ("nobody", "{}"), "error: ValueError: there is no tool 'nobody'; there is echo, sleeps, leaves, odd"),
+    (CALL % ("nobody", "{}"), "error: ValueError: there is no tool 'nobody'; there is echo, sleeps, leaves"),
     (CALL % ("echo", '{"wrong": 1}'), "error: TypeError: the arguments of echo are text"),
     (CALL % ("echo", '{"text": "x", "prefix": "> "}'), "error: TypeError: the arguments of echo are text"),
     (CALL % ("echo", "{}"), "error: TypeError: .*text"),
     ("<tool_call>\n[1]\n</tool_call>", "error: this tool call cannot be read"),
     (CALL % ("leaves", "{}"), "error: RuntimeError: SystemExit"),
     (CALL % ("odd", "{}"), "error: TypeError"),
+    (CALL % ("gives_up", "{}"), "error: RuntimeError: CancelledError"),
+    (CALL % ("raises", "{}"), "error: Speechless"),
+    (CALL % ("Broken", "{}"), "error: OSError: no room"),
     (CALL % ("echo", '"text"'), "error: "),
     (CALL % ("echo", '{"text": 7}'), "error: TypeError"),
     (CALL % ("sleeps", '{"seconds": 5}'), "error: TimeoutError: no answer within 0.2 s"),
 ])
 def test_a_bad_call_becomes_an_observation(tokenizer, said, answer):
-    config = settings(
-        "rollout.tool_timeout=0.2", tools={"echo": {"prefix": "> "}, "sleeps": {}, "leaves": {}, "odd": {}}
-    )
+    more = dict.fromkeys(("sleeps", "leaves", "odd", "gives_up", "raises", "Broken"), {})
+    config = settings("rollout.tool_timeout=0.2", tools={"echo": {"prefix": "> "}} | more)
     start = time.monotonic()
     episode, _ = play(config, tokenizer, [said, "done"])
     assert time.monotonic() - start < 3
@@ -226,6 +269,14 @@ def test_tools_have_state_for_each_episode_and_are_closed(tokenizer):
         assert episode.opened["Notebook"].lines in episode.opened["Notebook"].closed and entry == {"first": "x"}
     schema = agent.tool_schemas(config.rollout.tools)[0]["function"]
     assert schema["name"] == "Notebook" and list(schema["parameters"]["properties"]) == ["line"]
+
+
+def test_a_tool_whose_create_fails_is_closed(tokenizer):
+    """It may have taken something before it failed."""
+    Broken = data.load_function(f"tests/{HERE}:Broken", "rollout.tools")
+    Broken.closed.clear()
+    episode, _ = play(settings(tools={"Broken": {}}), tokenizer, [CALL % ("Broken", "{}"), "done"])
+    assert len(Broken.closed) == 1 and episode.tool_errors == 1
 
 
 def test_schemas_leave_out_what_yaml_gives():
@@ -285,6 +336,22 @@ def test_a_failing_interaction_costs_its_sample(tokenizer):
         rewards.close()
 
 
+@pytest.mark.parametrize("gives, error", [
+    ({"text": "go on", "done": False}, "is not .text, done. or .text, done, reward."),
+    ("ab", "is not .text, done. or .text, done, reward."),
+    (("go on",), "not enough values to unpack"),
+    ((None, False), "is not .text, done. or .text, done, reward."),
+    (("go on", False, float("nan")), "a reward that is not finite"),
+    (("go on", False, 1e39), "a reward that is not finite"),  # in float32
+    (("go on", False, "good"), "could not convert string to float"),
+    (("go on", False, 1.0, 2.0), "float expected at most 1 argument"),
+])
+def test_an_interaction_that_gives_what_it_should_not_costs_its_sample(tokenizer, gives, error):
+    episode, _ = play(settings(interaction=["says"]), tokenizer, ["a", "b"] * 9, entry={"gives": gives})
+    assert episode.finish_reason == "error" and episode.turns == 1
+    assert re.search(error, episode.transcript[-1]["content"]) and not any(episode.rewards)
+
+
 def test_a_template_that_shows_only_the_last_thinking(tokenizer):
     """As Qwen3's: an assistant's turn after the last user's gets a thinking block, if it is last or has one."""
     config, other = settings(tools={"echo": {}}), data.load_tokenizer(str(smollm2.build()), False)
@@ -320,6 +387,7 @@ def test_wrong_options_are_refused(tokenizer):
     for words, error in [
         (["rollout.interaction={'recipes/guess.py:Nobody': {}}"], "rollout.interaction=.*no function 'Nobody'"),
         (["rollout.interaction={'recipes/guess.py:Game': 3}"], "rollout.interaction=.*must be"),
+        (["trainer.record=true", "trainer.replay=tests"], "trainer.record=True has no effect"),
         (["trainer.replay=nowhere"], "trainer.replay='nowhere' must be a folder"),
         (["algorithm.advantage=remax", "rollout.oversample=2"], "rollout.oversample=2 must be 0"),
     ]:
@@ -459,6 +527,51 @@ def test_a_replay_gives_the_same_updates(recorded, tmp_path):
         assert {name: old[name] for name in names} == {name: new[name] for name in names}
 
 
+def test_records_that_cannot_be_replayed_are_refused(recorded, tmp_path):
+    """At the start: one that is missing or cut in the middle of the run, and those of more responses."""
+    for name in ("missing", "cut"):
+        shutil.copytree(recorded.directory / "records", tmp_path / name)
+    (tmp_path / "missing/step_2.pt").unlink()
+    os.truncate(tmp_path / "cut/step_2.pt", 9999)
+    batch = ["data.batch_size=8", "actor.mini_batch_size=64"]
+    runs = [Run(tmp_path / f"run_{folder.name}", *GUESS, "trainer.steps=3", f"trainer.replay={folder}", *batch, more)
+            for folder, more in ((tmp_path / "missing", "seed=2"), (tmp_path / "cut", "seed=2"),
+                                 (recorded.directory / "records", "rollout.n=8"))]
+    reasons = [f"trainer.steps=3: there is no whole {tmp_path}/missing/step_2.pt",
+               f"trainer.steps=3: there is no whole {tmp_path}/cut/step_2.pt",
+               "step_1.pt has 128 responses; data.batch_size * rollout.n is 64"]
+    for run, reason in zip(runs, reasons):
+        assert run.wait() == 2
+        said = run.log.read_text()
+        assert reason in said and "Traceback" not in said
+
+
+def test_a_full_disk_ends_a_run_that_records(tmp_path):
+    """It says so, and a record that is half written is none."""
+    records = tmp_path / "full/records"
+    records.mkdir(parents=True)
+    (records / "unfinished").symlink_to("/dev/full")
+    run = Run(tmp_path / "full", *GUESS, "trainer.steps=1", "trainer.record=true")
+    assert run.wait() not in (0, 2)
+    run.assert_nothing_left()
+    assert "OSError: [Errno 28] No space left on device" in run.log.read_text()
+    assert [path.name for path in records.iterdir()] == ["unfinished"]
+
+
+@pytest.mark.skipif(subprocess.call(["unshare", "-rm", "true"]) != 0, reason="needs a file system of its own")
+def test_a_full_disk_ends_a_run_that_saves(recorded, tmp_path):
+    """On a disk of 600 kB; a checkpoint has 900."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    shell = "unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=600k none "$0" && exec "$@"', str(disk)
+    run = Run(disk, *GUESS, "trainer.steps=3", f"trainer.replay={recorded.directory}/records",
+              "data.batch_size=8", "actor.mini_batch_size=128", command=(*shell, sys.executable))
+    assert run.wait() not in (0, 2)
+    run.assert_nothing_left()
+    last = run.log.read_text().split("\n[rank0]: ")[-1]
+    assert f"RuntimeError: {disk}/checkpoints/unfinished cannot be written; 0 MiB are free there" in last
+
+
 def test_rollout_only(tmp_path):
     run = Run(tmp_path / "only", *GUESS, "trainer.steps=2", "rollout.only=true")
     assert run.wait() == 0, run.log.read_text()[-3000:]
@@ -466,3 +579,7 @@ def test_rollout_only(tmp_path):
     assert [sample["step"] for sample in samples] == [1] * 160 + [2] * 160
     assert all(0 <= sample["scores"] <= 1 for sample in samples)
     assert not any(name.startswith("actor/") for row in run.rows() for name in row)
+    learns = Run(run.directory, *GUESS, "trainer.steps=3")  # it would begin at step 3, with half a checkpoint
+    assert learns.wait() == 2
+    assert "has a checkpoint of a run with rollout.only=true; take another folder" in learns.log.read_text()
+    assert (run.directory / "samples.jsonl").read_text().count("\n") == 320

@@ -418,10 +418,11 @@ def test_what_is_never_a_score_stops_the_run(text, message, score):
         score(["a", "b"], f"def score(response, answer, row):\n    return {text}\n")
 
 
-def test_an_infinite_score_is_an_error(score):
+@pytest.mark.parametrize("infinite", ["float('inf')", "1e39"])  # the second in float32
+def test_an_infinite_score_is_an_error(score, infinite):
     """It would make the loss NaN; and the function's own numbers do not take the names of ours."""
     batch, metrics = score(["a", "b"], "def score(response, answer, row):\n"
-                           "    return {'score': float('inf') if response == 'b' else 1, 'mean': -7}\n")
+                           f"    return {{'score': {infinite} if response == 'b' else 1, 'mean': -7}}\n")
     assert batch["scores"] == [1, 0] and metrics["reward/errors"] == 1 and metrics["reward/mean"] == 0.5
 
 

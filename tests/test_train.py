@@ -4,16 +4,14 @@ import json
 import signal
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2ForSequenceClassification
 
-from config import load
+import records
 from recipes import toy
 from runs import Run, repeatable
-from train_ppo import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -111,19 +109,18 @@ def test_records_outlive_a_full_disk_in_a_resume(tmp_path, monkeypatch):
     """What a resume keeps of the records is written beside them first: nothing is lost when that fails."""
     rows = "".join(f'{{"step": {step}}}\n' for step in range(4))
     (tmp_path / "metrics.jsonl").write_text(rows + '{"st')
-    trainer = SimpleNamespace(directory=tmp_path, config=load(), step=2, resumed="a checkpoint")
     write_text = Path.write_text
 
     def full(path, text):
         write_text(path, text[:5])
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", lambda path, text: full(path, text) if '"step"' in text else None)
+    monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(OSError):
-        Trainer.trim_records(trainer)
+        records.trim(tmp_path, 2)
     assert (tmp_path / "metrics.jsonl").read_text() == rows + '{"st'
     monkeypatch.undo()
-    Trainer.trim_records(trainer)
+    records.trim(tmp_path, 2)
     assert (tmp_path / "metrics.jsonl").read_text() == rows[: rows.index('{"step": 3}')]
 
 

@@ -1,0 +1,51 @@
+"""What a run writes down beside its checkpoints: lines of numbers and samples, and the batches of its steps.
+
+`trainer.record` keeps each step's scored batch, `trainer.replay` learns from such a folder without an engine.
+A kill may come at any moment: a file is written beside, then renamed.
+"""
+
+import io
+import json
+import zipfile
+from pathlib import Path
+
+import torch
+
+
+def record(directory, step, batch, metrics):
+    """Keep a scored batch and what was measured of it, whole or not at all."""
+    folder, whole = directory / "records", io.BytesIO()
+    folder.mkdir(exist_ok=True)
+    torch.save((batch, metrics), whole)  # in memory: torch does not say that a disk is full
+    (folder / "unfinished").write_bytes(whole.getbuffer())
+    (folder / "unfinished").rename(folder / f"step_{step}.pt")
+
+
+def replay(folder, step):
+    """(batch, metrics) as another run recorded them, without its times and memory."""
+    batch, metrics = torch.load(f"{folder}/step_{step}.pt", weights_only=False)
+    return batch, {name: x for name, x in metrics.items() if not name.startswith(("time/", "mem/"))}
+
+
+def check(config, steps):
+    """Raises ValueError, in one line, for records that are not there, not whole, or of another batch."""
+    folder = Path(config.trainer.replay)
+    for step in range(1, steps + 1):
+        if not zipfile.is_zipfile(folder / f"step_{step}.pt"):
+            raise ValueError(f"trainer.steps={steps}: there is no whole {folder}/step_{step}.pt")
+    responses, wanted = len(replay(folder, 1)[0]["uid"]), config.data.batch_size * config.rollout.n
+    if responses > wanted or responses < wanted and not config.algorithm.dynamic_sampling:
+        raise ValueError(f"trainer.replay={folder}: step_1.pt has {responses} responses; "
+                         f"data.batch_size * rollout.n is {wanted}")
+
+
+def trim(directory, step):
+    """Cut metrics.jsonl and samples.jsonl back to what the checkpoint of a step knows; what came later will
+    come again."""
+    for path in (directory / "metrics.jsonl", directory / "samples.jsonl"):
+        if path.exists():
+            lines = path.read_text().splitlines(True) if step else []  # 0: also that row comes again
+            whole = [line for line in lines if line.endswith("\n")]  # a kill may have cut the last one
+            beside = path.with_suffix(".trimmed")
+            beside.write_text("".join(line for line in whole if json.loads(line)["step"] <= step))
+            beside.replace(path)
