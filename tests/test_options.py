@@ -45,6 +45,7 @@ USED = {  # what makes options matter, where IDLE of test_config.py does not say
     **dict.fromkeys(("model.fsdp_size", "model.sp", "rollout.tp"), ["pools.main.devices_per_node=2"])}
 OTHER = {  # values for what is neither a number nor true or false, and for numbers that not any will do for
     "data.batch_size": 8, "rollout.n": 32, "*.mini_batch_size": 32, "*.warmup": 4.0, "actor.clip_cov_ub": 1.5,
+    "actor.clip_cov_ratio": 0.01,
     "pools": {"main": {"nodes": 1, "devices_per_node": 2, "roles": ["actor", "rollout"]}},
     **dict.fromkeys(("model.path", "model.tokenizer", "critic.path", "ref.path"), f"{TOY}:build"),
     "reward_model.path": None, "reward_model.tokenizer": f"{TOY}:build", "model.fsdp_size": 1,
