@@ -38,18 +38,16 @@ def maker(spec, arguments, key):
     named = data.load_function(spec, key)
     takes, is_class = inspect.signature(named), inspect.isclass(named)
     asked = ["messages", "row"] if key == "rollout.interaction" else []
+    given = [] if is_class else asked
     try:
-        if not is_class and not asked:
-            takes.bind_partial(**arguments)  # the model gives the rest
-        elif not is_class:
-            takes.bind(*asked, **arguments)
-        else:
-            takes.bind(**arguments)
-            if "__call__" not in dir(named):
-                raise TypeError("it has no __call__")
-            if asked:
-                takes = inspect.signature(named.__call__)
-                takes.bind("self", *asked)
+        takes.bind_partial(*given, **arguments)  # an unknown name says more than a missing one
+        if is_class or asked:  # for a tool that is a function the model gives the rest
+            takes.bind(*given, **arguments)
+        if is_class and "__call__" not in dir(named):
+            raise TypeError("it has no __call__")
+        if is_class and asked:
+            takes = inspect.signature(named.__call__)
+            takes.bind("self", *asked)
     except TypeError as error:
         raise ValueError(f"{key}={spec}: {error}; it takes {takes}") from error
     if is_class:

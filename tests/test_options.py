@@ -38,12 +38,14 @@ BASE = [f"model.path={GUESS}:build", "data.train=rows.jsonl", "data.val=val.json
 USED = {  # what makes options matter, where IDLE of test_config.py does not say it
     "critic.min_lr_ratio": [GAE, "critic.schedule=cosine"], "critic.*": [GAE], "rollout.only": [GAE],
     "ref.*": ["actor.kl_coef=0.1"], "validation.*": [],
+    "actor.clip_cov_*": ["actor.policy_loss=clip_cov", "actor.clip_cov_ratio=0.5"],
     "algorithm.kl_estimator": [KL], "algorithm.kl_target": [KL], "actor.lora_targets": ["actor.lora_rank=4"],
     "rollout.max_turn*": [TALK], "rollout.tool_timeout": [TALK], "trainer.name": ["trainer.dir=null"],
     "trainer.epochs": ["trainer.steps=null"], "reward_model.*": [f"reward_model.path={CLASSIFIER}"],
     **dict.fromkeys(("model.fsdp_size", "model.sp", "rollout.tp"), ["pools.main.devices_per_node=2"])}
-OTHER = {  # values for what is neither a number nor true or false, and for numbers that must divide
-    "data.batch_size": 8, "rollout.n": 32, "*.mini_batch_size": 32,
+OTHER = {  # values for what is neither a number nor true or false, and for numbers that not any will do for
+    "data.batch_size": 8, "rollout.n": 32, "*.mini_batch_size": 32, "*.warmup": 4.0, "actor.clip_cov_ub": 1.5,
+    "actor.clip_cov_ratio": 0.01,
     "pools": {"main": {"nodes": 1, "devices_per_node": 2, "roles": ["actor", "rollout"]}},
     **dict.fromkeys(("model.path", "model.tokenizer", "critic.path", "ref.path"), f"{TOY}:build"),
     "reward_model.path": None, "reward_model.tokenizer": f"{TOY}:build", "model.fsdp_size": 1,
