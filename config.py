@@ -321,6 +321,9 @@ def check_effects(config, now, require):
     methods = [("algorithm", "advantage", algos.ADVANTAGES), ("actor", "policy_loss", algos.POLICY_LOSSES)]
     for section, chooser, table in methods:
         chosen = now[f"{section}.{chooser}"]
+        for option in algos.options_of(table[chosen]):
+            require(f"{section}.{option}" in default, f"{section}.{chooser}",
+                    f"reads {option}, which config.yaml must have under {section}")
         for option in {option for method in table.values() for option in algos.options_of(method)}:
             unread = option not in algos.options_of(table[chosen])
             idle[f"{section}.{option}"] = unread and f"{section}.{chooser} is {chosen}"

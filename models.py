@@ -140,7 +140,7 @@ def gather_tokens(part, mine, group):
 # ---- Building models ---------------------------------------------------------------------------------------
 
 
-def check_shape(role, path, config):
+def own_config(role, path, config):
     """The model's own config, with `model.overrides`. No weights are read. Raises ValueError for a model that
     cannot be cut, packed or as long as the config says."""
     options = {"trust_remote_code": config.model.trust_remote_code, **config.model.overrides}
@@ -172,7 +172,7 @@ def check_shape(role, path, config):
 def model_class(role, path, config):
     """(transformers' class for a role's model, its config): with a head as VALUED says, and no dropout of any
     name, because the ratio of new to old log-probs must be 1 before the first update."""
-    model_config = check_shape(role, path, config)
+    model_config = own_config(role, path, config)
     for name in list(vars(model_config)):
         if name.endswith(("dropout", "pdrop")):
             setattr(model_config, name, 0.0)

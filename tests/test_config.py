@@ -308,6 +308,16 @@ def test_every_option_of_a_method_is_flipped_above():
 
 # ---- config.yaml is the reference; tests/test_options.py flips its options ----
 
+def test_a_new_method_whose_option_is_nowhere_is_refused(refusal, monkeypatch):
+    import algos
+
+    def mine(token_level_rewards, response_mask, *, group, limit): ...
+
+    monkeypatch.setitem(algos.ADVANTAGES, "mine", mine)
+    message = "algorithm.advantage='mine' reads limit, which config.yaml must have under algorithm"
+    assert message == refusal(*GOOD, "algorithm.advantage=mine")
+
+
 def test_every_option_has_a_comment():
     section, comments = "", {}
     for indent, name, rest in re.findall(r"^( *)(\w+):(.*)", configuration.BASE.read_text(), re.MULTILINE):

@@ -68,8 +68,9 @@ NOT_SEEN = {
     "reward.function", "reward.timeout", "reward.fallback", "reward.overlong_buffer", "reward.overlong_penalty",
     "reward.mask_truncated", "algorithm.dynamic_sampling",
     # test_rollout.py and test_workers.py.
-    "rollout.bucket_mb", "actor.clip_grad", "actor.share_prompt", "actor.gradient_checkpointing",
-    "actor.lora_alpha", "critic.clip_grad", "critic.gradient_checkpointing",
+    "rollout.bucket_mb", "actor.clip_grad", "actor.lora_alpha", "critic.clip_grad",
+    # Read on GPUs only.
+    "rollout.mem_fraction",
     # No test has them.
     "ray.address", "ray.num_cpus", "model.liger", "reward_model.weight", "reward_model.max_tokens_per_device",
     "trainer.tensorboard",

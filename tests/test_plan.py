@@ -328,7 +328,7 @@ def measured(tmp_path_factory):
                          tie_word_embeddings=True, bos_token_id=None, eos_token_id=1, pad_token_id=0)
     Qwen2ForCausalLM(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(toy).save_pretrained(folder)
-    words = [f"model.path={folder}", "data.val=null", "validation.every=0", "reward.function=none",
+    words = [f"model.path={folder}", "data.val=null", "validation.every=0", "reward.function=number",
              "data.batch_size=4", "rollout.n=16", "rollout.max_response_length=63", "rollout.kv_tokens=4352",
              "actor.mini_batch_size=64", "actor.max_tokens_per_device=1024", "trainer.steps=2"]
     run = Run(directory, *words)
