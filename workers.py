@@ -275,9 +275,9 @@ class Worker:
 
     def step_optimizer(self, role):
         """Clip the gradient to its norm over all ranks and take a step, unless that norm is not finite."""
-        parameters, limit = self.models[role].parameters(), getattr(self.config, role).clip_grad
+        settings, parameters = getattr(self.config, role), self.models[role].parameters()
         optimizer, schedule = self.optimizers[role], self.schedules[role]
-        grad_norm = torch.nn.utils.clip_grad_norm_(parameters, limit).full_tensor().item()
+        grad_norm = torch.nn.utils.clip_grad_norm_(parameters, settings.clip_grad).full_tensor().item()
         finite = math.isfinite(grad_norm)
         if finite:
             optimizer.step()
