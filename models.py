@@ -59,14 +59,14 @@ class HeadLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight) if trained else None
         grad_bias = torch.zeros_like(bias) if trained and bias is not None else None
         for h, y, entropy, g, g_entropy in HeadLogprobs.chunks(weight, hidden, *columns, *grads):
-            logp = F.linear(h, weight, bias).float().div_(ctx.temperature).log_softmax(-1)
-            grad = logp.exp()
-            if grad_entropy is None:
-                grad *= -g[:, None]
+            logits, g = F.linear(h, weight, bias).float().div_(ctx.temperature), g[:, None] / ctx.temperature
+            if grad_entropy is None:  # then one pass over the logits less
+                grad = logits.softmax(-1).mul_(-g)
             else:
-                grad *= -(g[:, None] + g_entropy[:, None] * (logp + entropy[:, None]))
-            grad.scatter_add_(1, y[:, None], g[:, None])
-            grad = grad.div_(ctx.temperature).to(h.dtype)
+                logp = logits.log_softmax(-1)
+                slope = g_entropy[:, None] / ctx.temperature * (logp + entropy[:, None])
+                grad = logp.exp().mul_(-g - slope)
+            grad = grad.scatter_add_(1, y[:, None], g).to(h.dtype)
             grad_hidden.append(grad @ weight)
             if trained:
                 grad_weight.addmm_(grad.t(), h)

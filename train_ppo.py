@@ -476,7 +476,7 @@ class Trainer:
         """What the run will be is written down, and what a killed one wrote after its checkpoint goes."""
         (self.directory / "config.yaml").write_text(configuration.dump(self.config))
         if self.resumed:
-            tqdm.write(f"resumed from {self.resumed}")
+            tqdm.write(f"resumed from {self.resumed}: {self.total - self.step} of {self.total} steps to go")
         records.trim(self.directory, self.step)
 
 

@@ -72,6 +72,13 @@ def pack(batch, units, device, multiple=1):
     return inputs | {"attention_mask": mask}, [row * width + position for row, position in predictors]
 
 
+def keep_freed_memory():
+    """glibc maps every large tensor anew, and the kernel clears its pages: a tenth of an update's time. So there
+    is no allocation by mmap (M_MMAP_MAX), and no trimming (M_TRIM_THRESHOLD)."""
+    for parameter, value in ((-4, 0), (-1, -1)):
+        ctypes.CDLL(None).mallopt(parameter, value)
+
+
 # ---- The worker --------------------------------------------------------------------------------------------
 
 
@@ -92,10 +99,7 @@ class Worker:
         else:
             # Ray sets OMP_NUM_THREADS to an actor's CPUs; here a machine's ranks share its cores evenly.
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world))
-            # glibc maps every large tensor anew, and the kernel clears its pages: a tenth of an update's
-            # time. So freed memory is kept: no allocation by mmap (M_MMAP_MAX), no trimming.
-            for parameter, value in ((-4, 0), (-1, -1)):
-                ctypes.CDLL(None).mallopt(parameter, value)
+            keep_freed_memory()
         backend = "cpu:gloo,cuda:nccl" if self.device == "cuda" else "gloo"
         dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world)
         # Every `fsdp_size` ranks hold a whole model; with fewer than all (HSDP) there are copies of it.

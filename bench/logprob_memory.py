@@ -22,7 +22,9 @@ def measure(way, backward, tokens, vocabulary):
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from models import token_logprobs
+    from workers import keep_freed_memory
 
+    keep_freed_memory()  # as a worker does
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(Qwen2Config(
         vocab_size=vocabulary, hidden_size=HIDDEN, intermediate_size=1024, num_hidden_layers=1,

@@ -1,7 +1,18 @@
-"""A calculator that the model may call: the tool of calculator.yaml."""
+"""A calculator that the model may call, and problems that need one: calculator.yaml trains on them.
+
+So small a model does not call a tool because it is told that there is one: none of 96 tries. After a worked
+example, earlier turns of the same chat, it does now and then, and learns to do so every time.
+"""
 import ast
 import operator
 
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "903 - 415 + 88"}}\n</tool_call>'
+EXAMPLE = [
+    {"role": "user", "content": "State the final answer to the following arithmetic problem: 903 - 415 + 88 ="},
+    {"role": "assistant", "content": CALL},
+    {"role": "tool", "content": "576"},
+    {"role": "assistant", "content": "576"},
+]
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
@@ -23,3 +34,20 @@ def value(node):
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -value(node.operand)
     raise ValueError("only numbers, + - * / and parentheses can be computed")
+
+
+def draw(size, seed):
+    """Rows with sums and differences of two or three numbers, of two or three digits each."""
+    import reasoning_gym
+    shape = {"min_terms": 2, "max_terms": 3, "min_digits": 2, "max_digits": 3}
+    entries = reasoning_gym.create_dataset("chain_sum", **shape, size=size, seed=seed)
+    return [{"prompt": [*EXAMPLE, {"role": "user", "content": entry["question"]}], "answer": entry["answer"]}
+            for entry in entries]
+
+
+def problems():
+    return draw(2000, 1)
+
+
+def held_out():
+    return draw(32, 1000001)
