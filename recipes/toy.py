@@ -33,6 +33,7 @@ def build(folder=FOLDER, words=WORDS, chat_template=None):
         torch.manual_seed(1)
         model = transformers.Qwen2ForCausalLM(config)
     beside = folder.with_name(f"{folder.name}.{os.getpid()}")
+    transformers.utils.logging.disable_progress_bar()  # a refused config is answered by one line
     model.save_pretrained(beside)
     tokenizer.save_pretrained(beside)
     try:

@@ -18,11 +18,13 @@ from transformers import AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import agent
 import data
+import records
 import scoring
 from config import check, load
 from recipes import guess, smollm2
 from rollout import Rollout
 from runs import Run
+from test_mistakes import refusal  # a fixture
 from test_rollout import sync, worst_logprob_error
 
 HERE = Path(__file__).name
@@ -256,6 +258,18 @@ def test_a_bad_call_becomes_an_observation(tokenizer, said, answer):
     assert time.monotonic() - start < 3
     assert re.match(answer, observations(episode)[0]), observations(episode)
     assert episode.tool_errors == 1 and episode.turns == 2 and episode.finish_reason == "stop"
+
+
+def test_the_calculator_recipe(tokenizer):
+    """Its tool and its parser; what is no arithmetic is refused in words."""
+    config, episodes = load(["recipes/calculator.yaml"]), []
+    for expression in ("12 * (34 - 5)", "exit()"):
+        call = CALL % ("calculator", json.dumps({"expression": expression}))
+        episodes.append(play(config, tokenizer, [call, "348"])[0])
+    right, wrong = episodes
+    assert observations(right) == ["348"] and (right.tool_errors, wrong.tool_errors) == (0, 1)
+    assert observations(wrong) == ["error: ValueError: only numbers, + - * / and parentheses can be computed"]
+    assert right.finish_reason == wrong.finish_reason == "stop" and right.turns == 2
 
 
 def test_tools_have_state_for_each_episode_and_are_closed(tokenizer):
@@ -520,42 +534,37 @@ def test_a_replay_gives_the_same_updates(recorded, tmp_path):
     run = Run(tmp_path / "replayed", *GUESS, "trainer.steps=3", f"trainer.replay={recorded.directory}/records",
               "data.batch_size=8", "actor.mini_batch_size=128")
     assert run.wait() == 0, run.log.read_text()[-3000:]
-    assert run.seconds < recorded.seconds  # no engine has started
+    seen = {name for row in run.rows() for name in row}
+    assert "time/update_actor" in seen and not any("engine" in name or "time/rollout" in name for name in seen)
     names = [name for name in recorded.rows()[0] if name.startswith(("actor/", "rollout/", "reward/"))]
     assert "actor/grad_norm" in names
     for old, new in zip(recorded.rows(), run.rows(), strict=True):
         assert {name: old[name] for name in names} == {name: new[name] for name in names}
 
 
-def test_records_that_cannot_be_replayed_are_refused(recorded, tmp_path):
+def test_records_that_cannot_be_replayed_are_refused(recorded, tmp_path, refusal):
     """At the start: one that is missing or cut in the middle of the run, and those of more responses."""
     for name in ("missing", "cut"):
         shutil.copytree(recorded.directory / "records", tmp_path / name)
     (tmp_path / "missing/step_2.pt").unlink()
     os.truncate(tmp_path / "cut/step_2.pt", 9999)
-    batch = ["data.batch_size=8", "actor.mini_batch_size=64"]
-    runs = [Run(tmp_path / f"run_{folder.name}", *GUESS, "trainer.steps=3", f"trainer.replay={folder}", *batch, more)
-            for folder, more in ((tmp_path / "missing", "seed=2"), (tmp_path / "cut", "seed=2"),
-                                 (recorded.directory / "records", "rollout.n=8"))]
-    reasons = [f"trainer.steps=3: there is no whole {tmp_path}/missing/step_2.pt",
-               f"trainer.steps=3: there is no whole {tmp_path}/cut/step_2.pt",
-               "step_1.pt has 128 responses; data.batch_size * rollout.n is 64"]
-    for run, reason in zip(runs, reasons):
-        assert run.wait() == 2
-        said = run.log.read_text()
-        assert reason in said and "Traceback" not in said
+    words = [*GUESS, f"trainer.dir={tmp_path}/run", "trainer.steps=3", "data.batch_size=8", "actor.mini_batch_size=64"]
+    for name in ("missing", "cut"):
+        line = refusal(*words, f"trainer.replay={tmp_path}/{name}")
+        assert line == f"trainer.steps=3: there is no whole {tmp_path}/{name}/step_2.pt"
+    line = refusal(*words, f"trainer.replay={recorded.directory}/records", "rollout.n=8")
+    assert line.endswith("step_1.pt has 128 responses; data.batch_size * rollout.n is 64")
 
 
-def test_a_full_disk_ends_a_run_that_records(tmp_path):
-    """It says so, and a record that is half written is none."""
-    records = tmp_path / "full/records"
-    records.mkdir(parents=True)
-    (records / "unfinished").symlink_to("/dev/full")
-    run = Run(tmp_path / "full", *GUESS, "trainer.steps=1", "trainer.record=true")
-    assert run.wait() not in (0, 2)
-    run.assert_nothing_left()
-    assert "OSError: [Errno 28] No space left on device" in run.log.read_text()
-    assert [path.name for path in records.iterdir()] == ["unfinished"]
+def test_a_record_that_a_full_disk_has_cut_is_none(tmp_path):
+    (tmp_path / "records").mkdir()
+    (tmp_path / "records/unfinished").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device"):
+        records.record(tmp_path, 1, {"uid": [0]}, {})
+    assert [path.name for path in (tmp_path / "records").iterdir()] == ["unfinished"]
+    (tmp_path / "records/unfinished").unlink()
+    records.record(tmp_path, 1, {"uid": [0]}, {"reward/mean": 0.5, "time/step": 2.0})
+    assert records.replay(tmp_path / "records", 1) == ({"uid": [0]}, {"reward/mean": 0.5})
 
 
 @pytest.mark.skipif(subprocess.call(["unshare", "-rm", "true"]) != 0, reason="needs a file system of its own")
@@ -570,16 +579,3 @@ def test_a_full_disk_ends_a_run_that_saves(recorded, tmp_path):
     run.assert_nothing_left()
     last = run.log.read_text().split("\n[rank0]: ")[-1]
     assert f"RuntimeError: {disk}/checkpoints/unfinished cannot be written; 0 MiB are free there" in last
-
-
-def test_rollout_only(tmp_path):
-    run = Run(tmp_path / "only", *GUESS, "trainer.steps=2", "rollout.only=true")
-    assert run.wait() == 0, run.log.read_text()[-3000:]
-    samples = [json.loads(line) for line in (run.directory / "samples.jsonl").read_text().splitlines()]
-    assert [sample["step"] for sample in samples] == [1] * 160 + [2] * 160
-    assert all(0 <= sample["scores"] <= 1 for sample in samples)
-    assert not any(name.startswith("actor/") for row in run.rows() for name in row)
-    learns = Run(run.directory, *GUESS, "trainer.steps=3")  # it would begin at step 3, with half a checkpoint
-    assert learns.wait() == 2
-    assert "has a checkpoint of a run with rollout.only=true; take another folder" in learns.log.read_text()
-    assert (run.directory / "samples.jsonl").read_text().count("\n") == 320

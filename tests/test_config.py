@@ -415,6 +415,20 @@ def test_a_sweep_runs_the_grid_and_returns_the_worst_code(layer, monkeypatch):
         for path in ("a/b", "c/d") for seed in (1, 2)]
 
 
+@pytest.mark.parametrize("codes, tries, result", [([3, 0], 2, 0), ([3, 9, 4, 0], 3, 4), ([2, 0], 1, 2)])
+def test_a_run_that_fails_is_started_again(codes, tries, result, layer, monkeypatch, tmp_path):
+    """At most trainer.max_restarts=2 times, and not after wrong input (2)."""
+    program = layer("import pathlib, sys; log = pathlib.Path(sys.argv[1]); done = log.read_text().splitlines()\n"
+                    "log.write_text('\\n'.join([*done, ' '.join(sys.argv[2:])]))\n"
+                    f"sys.exit({codes}[len(done)])", "point.py")
+    log = layer("", "log")
+    monkeypatch.setattr(sys, "argv", [str(program), str(log), "seed=5"])
+    monkeypatch.setattr(configuration, "end_on_signals", lambda: None)  # these are pytest's
+    words = "trainer.max_restarts=2", f"trainer.dir={tmp_path}/run"
+    assert configuration.supervise(load([], [*GOOD, *words])) == result
+    assert log.read_text().splitlines() == [f"seed=5 trainer.dir={tmp_path}/run trainer.max_restarts=0"] * tries
+
+
 def test_a_sweep_that_is_interrupted_takes_its_point_with_it(layer):
     """The point is a program that shows its pid and waits; SIGINT reaches the sweep alone."""
     program = layer("import os, time; print(os.getpid(), flush=True); time.sleep(60)", "point.py")

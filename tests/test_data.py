@@ -519,6 +519,26 @@ def test_check(tmp_path):
         check_data(section)
 
 
+def test_a_reward_model_with_a_tokenizer_of_its_own_reads_its_own_template():
+    """Prompt and response as text, or the whole transcript; its template has a word for each role."""
+    own = make_tokenizer(TEMPLATE.replace("m['role']", "'system' if m['role'] == 'assistant' else 'user'"))
+    ids = {"prompt_ids": [torch.tensor([50])] * 2, "response_ids": [torch.tensor([0, 2]), torch.tensor([1])]}
+    actors, chat = Echo([" w8", " w7"]), [[{"role": "user", "content": f"w{number}"}] for number in (10, 11)]
+
+    def read(own, **columns):
+        batch = data.conversations(ids | columns, actors, own)
+        assert [int(mask.sum()) for mask in batch["response_mask"]] == [1, 1] and batch["uid"] == [0, 1]
+        return [row.tolist() for row in batch["prompt_ids"]]
+
+    assert read(None, prompt=chat) == [[50, 0, 2], [50, 1]]  # the actor's ids as they are
+    assert read(own, prompt=["w10", "w11"]) == [[1, 10, 8], [1, 11, 7]]
+    assert read(own, prompt=chat) == [[1, 3, 10, 4, 8], [1, 3, 11, 4, 7]]
+    said = [{"role": role, "content": f"w{number}"} for role, number in (("assistant", 20), ("tool", 21), ("assistant", 22))]
+    failed = [said[0], {"role": "error", "content": "w59"}]
+    assert read(own, prompt=chat, transcript=[said, failed]) == [
+        [1, 3, 10, 4, 20, 3, 21, 4, 22], [1, 3, 11, 4, 20]]
+
+
 def test_nothing_to_split():
     batch = {"uid": [], "prompt_ids": [], "response_ids": []}
     assert data.split(batch, 2) == [[], []] and data.micro_batches(batch, 16) == []

@@ -5,11 +5,16 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+import data
+import train_ppo
+from config import load
+
 ADVANTAGES = ["gae", "grpo", "grpo_passk", "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline",
               "opo", "gpg"]
 LOSSES = ["ppo", "gspo", "cispo", "gpg", "geo_mean", "sapo", "kl_cov", "clip_cov"]
@@ -29,14 +34,15 @@ METHODS = {
     "ratio 1": ["actor.old_logprobs=skip"],
     "truncated responses masked": ["reward.mask_truncated=true"],
 }
+ONLY = {"rollout only": ["rollout.only=true"]}  # learns nothing
 
 
 def train_all(trainer):
     """In place of Trainer.fit: one step per method, each with the config that its words give."""
-    from config import check, load, roles_needed
+    from config import check, roles_needed
 
     groups, rows = trainer.groups, {}
-    for name, words in METHODS.items():
+    for name, words in (METHODS | ONLY).items():
         config = load(["recipes/toy.yaml"], ["launch=local", "seed=5", *words])
         check(config)
         trainer.config = trainer.pools[0].worker.config = config
@@ -54,7 +60,8 @@ def rows(tmp_path_factory):
     command = [sys.executable, __file__, str(folder / "rows.json"), str(folder / "run")]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert result.returncode == 0, result.stderr[-3000:]
-    return json.loads((folder / "rows.json").read_text())
+    samples = (folder / "run/samples.jsonl").read_text().splitlines()
+    return json.loads((folder / "rows.json").read_text()) | {"samples": [json.loads(line) for line in samples]}
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -77,10 +84,35 @@ def test_what_belongs_to_one_method_shows_there(rows):
     assert rows["ratio 1"]["actor/ppo_kl"] == 0
 
 
-if __name__ == "__main__":
-    import train_ppo
-    from config import load
+def test_remax_compares_with_one_greedy_answer_to_the_same_prompt(monkeypatch):
+    """Which comes in any order, and is neither trained on nor counted."""
+    asked = []
 
+    def answer(prompts, sampling, step, phase, share=1.0):
+        asked.append((phase, sampling["temperature"], prompts["uid"]))
+        batch = data.select(prompts, range(len(prompts["uid"]))[::-1])
+        return batch | {"scores": [uid / 10 for uid in batch["uid"]]}, {"reward/mean": phase}
+
+    monkeypatch.setattr(train_ppo, "data", data, raising=False)  # which run() imports
+    prompts = SimpleNamespace(next=lambda: {"uid": [3, 7]}, batch_size=16)
+    config = load(["recipes/toy.yaml"], ["algorithm.advantage=remax", "rollout.n=2", "rollout.temperature=0.7"])
+    trainer = SimpleNamespace(config=config, prompts=prompts, answer=answer, step=1, metrics={})
+    batch = train_ppo.Trainer.draw(trainer)
+    assert asked == [("rollout", 0.7, [3, 3, 7, 7]), ("rollout_greedy", 0.0, [3, 7])]
+    assert (batch["uid"], batch["reward_baselines"]) == ([7, 7, 3, 3], [0.7, 0.7, 0.3, 0.3])
+    assert trainer.metrics == {"reward/mean": "rollout"}
+
+
+def test_rollout_only_stops_after_the_rewards(rows):
+    """Every response of the step is in samples.jsonl with its score, and no model has learned from them."""
+    samples, metrics = rows["samples"], rows["rollout only"]
+    assert [sample["step"] for sample in samples] == [len(METHODS) + 1] * 16 * 8
+    mean = sum(sample["scores"] for sample in samples) / len(samples)
+    assert mean == pytest.approx(metrics["reward/mean"])
+    assert not any(name.startswith(("actor/", "time/update", "time/old_logprobs")) for name in metrics)
+
+
+if __name__ == "__main__":
     train_ppo.Trainer.fit = train_all
     roles = ["algorithm.advantage=gae", "actor.kl_coef=0.1"]
     train_ppo.run(load(["recipes/toy.yaml"], ["launch=local", f"trainer.dir={sys.argv[2]}", *roles]))

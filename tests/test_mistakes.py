@@ -2,6 +2,7 @@
 before any process starts. Words alone are in test_config.py; here are files, models, tools and machines.
 """
 
+import fcntl
 import importlib.util
 import json
 import shutil
@@ -269,17 +270,32 @@ def test_machine(message, words, folder, refusal):
     assert message.replace("FOLDER", str(folder)) in refusal(*TOY, *words)
 
 
+@pytest.fixture
+def begun(tmp_path):
+    """The directory of a run of the toy recipe that has saved its first step."""
+    import data
+    checkpoint, config = tmp_path / "checkpoints/step_1", configuration.load(TOY[1:], ["+model.mine=1"])
+    checkpoint.mkdir(parents=True)
+    tokenizer = data.load_tokenizer(str(toy.build()), False)
+    prompts = data.Prompts(config.data.train, tokenizer, config.data, config.seed, config.data.batch_size)
+    state = {"step": 1, "kl_coef": 0.0, "best": 0.0, "prompts": prompts.state_dict(), "only": False}
+    (checkpoint / "trainer.json").write_text(json.dumps(state))
+    (tmp_path / "config.yaml").write_text(configuration.dump(config))
+    return tmp_path
+
+
 @pytest.mark.parametrize("message, words", [
     ("seed=2 was 1 when ", ["seed=2"]), ("actor.lora_rank=4 was 0 when ", ["actor.lora_rank=4"]),
     ("model.path='recipes/guess.py:build' was 'recipes/toy.py:build' when ", ["model.path=recipes/guess.py:build"]),
     ("actor.lr=0.001 was 0.002 when ", ["actor.lr=1e-3"]), ("the data or its order changed", ["data.batch_size=8",
      "actor.mini_batch_size=64"]),
+    ("has a checkpoint of a run with rollout.only=false; take another folder", ["rollout.only=true"]),
 ])
-def test_a_run_that_continues_keeps_what_its_checkpoints_have_inside(message, words, tmp_path, refusal):
-    checkpoint = tmp_path / "checkpoints/step_1"
-    checkpoint.mkdir(parents=True)
-    state = {"step": 1, "kl_coef": 0.0, "best": 0.0, "prompts": {"cursor": 1, "fingerprint": "of 16 prompts"}}
-    (checkpoint / "trainer.json").write_text(json.dumps(state))
-    begun = configuration.load(TOY[1:], ["+model.mine=1"])
-    (tmp_path / "config.yaml").write_text(configuration.dump(begun))
-    assert message in refusal(*TOY, f"trainer.dir={tmp_path}", *words)
+def test_a_run_that_continues_keeps_what_its_checkpoints_have_inside(message, words, begun, refusal):
+    assert message in refusal(*TOY, f"trainer.dir={begun}", *words)
+
+
+def test_a_directory_has_one_run(begun, refusal):
+    with open(begun / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert refusal(*TOY, f"trainer.dir={begun}") == f"trainer.dir={begun} is in use by another run"

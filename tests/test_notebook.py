@@ -1,5 +1,6 @@
 """docs/one_step.ipynb, run as a reader runs it, with the real engine. Its cells assert what they say."""
 
+import copy
 import os
 import uuid
 from pathlib import Path
@@ -7,14 +8,13 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
 
 from runs import assert_nothing_left
 
 NOTEBOOK = Path(__file__).resolve().parent.parent / "docs" / "one_step.ipynb"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def notebook():
     return nbformat.read(NOTEBOOK, as_version=4)
 
@@ -34,17 +34,20 @@ def execute(notebook, folder):
         assert_nothing_left(mark)
 
 
-def test_every_cell_runs(notebook, tmp_path):
-    execute(notebook, tmp_path)
-    assert code(notebook)[-1].execution_count == len(code(notebook))
-
-
-def test_a_wrong_formula_is_noticed(notebook, tmp_path):
-    """The advantages are RLOO's: the cell that computes GRPO's by hand fails, and ends the notebook."""
-    cell = next(cell for cell in code(notebook) if "trainer.add_advantages" in cell.source)
-    cell.source = "algos.ADVANTAGES['grpo'] = algos.rloo\n" + cell.source
-    with pytest.raises(CellExecutionError, match="Tensor-likes are not close"):
-        execute(notebook, tmp_path)
+def test_every_cell_runs_and_a_wrong_formula_is_noticed(notebook, tmp_path):
+    """Before the cell that computes GRPO's advantages by hand stands one more: the same with RLOO's in their
+    place. It alone fails, and the cells after it find everything as it was."""
+    executed, ours = copy.deepcopy(notebook), "trainer.add_advantages"
+    place = next(place for place, cell in enumerate(executed.cells) if ours in cell.source)
+    wrong = f"grpo, algos.ADVANTAGES['grpo'] = algos.grpo, algos.rloo\n{executed.cells[place].source}"
+    metadata = {"tags": ["raises-exception"]}  # of nbclient: the cells after it run all the same
+    executed.cells.insert(place, nbformat.v4.new_code_cell(wrong, metadata=metadata))
+    executed.cells[place + 1].source = f"algos.ADVANTAGES['grpo'] = grpo\n{executed.cells[place + 1].source}"
+    execute(executed, tmp_path)
+    assert code(executed)[-1].execution_count == len(code(notebook)) + 1
+    failed = [cell for cell in code(executed) if any(out.output_type == "error" for out in cell.outputs)]
+    assert failed == [executed.cells[place]]
+    assert "Tensor-likes are not close" in failed[0].outputs[-1].evalue
 
 
 def test_its_outputs_are_of_one_run_from_top_to_bottom(notebook):

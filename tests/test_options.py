@@ -63,7 +63,7 @@ OTHER = {  # values for what is neither a number nor true or false, and for numb
 NOT_SEEN = {
     # Other tests have them, in processes: test_train.py, test_resume.py,
     "launch", "data.num_workers", "validation.every", "validation.before", "trainer.save_every", "trainer.keep",
-    "trainer.max_restarts", "trainer.profile_steps", "trainer.record", "trainer.export",
+    "trainer.max_restarts", "trainer.profile_steps", "trainer.record", "trainer.export", "ray.num_cpus",
     # test_data.py, test_methods.py,
     "reward.function", "reward.timeout", "reward.fallback", "reward.overlong_buffer", "reward.overlong_penalty",
     "reward.mask_truncated", "algorithm.dynamic_sampling",
@@ -72,7 +72,7 @@ NOT_SEEN = {
     # Read on GPUs only.
     "rollout.mem_fraction",
     # No test has them.
-    "ray.address", "ray.num_cpus", "model.liger", "reward_model.weight", "reward_model.max_tokens_per_device",
+    "ray.address", "model.liger", "reward_model.weight", "reward_model.max_tokens_per_device",
     "trainer.tensorboard",
 }
 

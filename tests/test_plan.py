@@ -211,6 +211,12 @@ def test_recipes_for_gpus(recipe, qwen, dry_run, monkeypatch):
     assert f"python train_ppo.py --config {path}\n" in head
 
 
+@pytest.mark.parametrize("recipe", ["calculator", "chain_sum", "guess", "toy_ppo"])
+def test_other_recipes_can_start(recipe, dry_run):
+    text = dry_run(recipe=f"recipes/{recipe}.yaml")
+    assert ("critic" in text) == (recipe == "toy_ppo") and "\none step: " in text
+
+
 def test_without_network():
     """One line that names the model."""
     command = [sys.executable, "train_ppo.py", "--config", "recipes/gsm8k.yaml", "--dry-run"]

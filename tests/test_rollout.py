@@ -1,15 +1,11 @@
 """The rollout engine, with SGLang itself on CPU and a small random Qwen2. One engine serves most tests.
 
-The last test kills its scheduler, so it has to stay last.
+The last test leaves it broken, so it has to stay last.
 """
 
 import copy
 import itertools
-import os
-import signal
-import subprocess
 import sys
-import threading
 import time
 import weakref
 from pathlib import Path
@@ -213,18 +209,22 @@ def test_memory_comes_back_stage_by_stage(engine, model):
 
 
 def test_seeds(ready):
-    """The same seeds give the same tokens, whatever else is in the batch; no two samples share a seed."""
+    """The same seeds give the same tokens, whatever else is in the batch, and a run's other seed gives others;
+    no two samples share a seed."""
     batch = batch_of(8, groups=2)
     first = tokens(ready.generate(batch, step=5, sampling=SAMPLED))
     assert tokens(ready.generate(batch, step=5, sampling=SAMPLED)) == first
     assert tokens(ready.generate(batch, step=6, sampling=SAMPLED)) != first
+    ready._seed += 1
+    assert tokens(ready.generate(batch, step=5, sampling=SAMPLED)) != first
+    ready._seed -= 1
     assert len({tuple(ids) for ids in first[:8]}) > 1
     alone = {column: values[3:4] for column, values in batch.items()}
     assert tokens(ready.generate(alone, step=5, sampling=SAMPLED)) == first[3:4]
     filtered = [ready.generate(batch, step=5, sampling={**SAMPLED, "top_p": 0.9}) for _ in range(2)]
     assert tokens(filtered[0]) == tokens(filtered[1])
-    seeds = {sampling_seed(1, *what) for what in itertools.product(range(6), repeat=4)}
-    assert len(seeds) == 6**4 and max(seeds) < 2**63
+    seeds = {sampling_seed(*what) for what in itertools.product(range(5), repeat=5)}
+    assert len(seeds) == 5**5 and max(seeds) < 2**63
 
 
 def test_draw_follows_the_distribution():
@@ -323,27 +323,6 @@ def test_unknown_engine_argument():
         check_engine_args({"atention_backend": "triton"})
 
 
-def test_no_process_outlives_a_killed_trainer(path, model):
-    """SIGKILL of the process that owns an engine."""
-    script = (
-        "import test_rollout, time\n"
-        f"engine = test_rollout.start({str(path)!r})\n"
-        "print('ready', flush=True)\n"
-        "time.sleep(600)"
-    )
-    trainer = subprocess.Popen(
-        [sys.executable, "-c", script], cwd=Path(__file__).parent, stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
-    assert b"ready" in trainer.stdout.readline()
-    children = psutil.Process(trainer.pid).children(recursive=True)
-    assert any("sglang" in child.name() for child in children)
-    trainer.send_signal(signal.SIGKILL)
-    trainer.wait()
-    _, alive = psutil.wait_procs(children, timeout=10)
-    assert not alive
-
-
 def parallel_main(rank, folder):
     """One rank of an engine with tp=2: syncs and answers twice."""
     import rollout
@@ -382,26 +361,14 @@ def test_device_names():
     assert names == ["6", "6", "3", "MIG-1a2b", "1"]
 
 
-def test_wrong_weight_is_an_error(path, model):
-    """A weight of the wrong shape, and a killed scheduler: both raise with a reason and leave no process."""
-    engine = start(path)
+def test_wrong_weight_is_an_error(engine, model):
+    """Of a wrong shape: it raises with the reason, nothing can be generated after it, and no process stays."""
+    scheduler = engine._processes[0].pid
     engine.resume("weights")
     wrong = [(name, parameter[:-1]) for name, parameter in model.named_parameters()]
-    with pytest.raises(RuntimeError, match="engine"):
+    with pytest.raises(RuntimeError, match="engine process .* has died, exit code 1: its own message is above"):
         engine.update_weights(iter(wrong))
     with pytest.raises(RuntimeError, match="broken"):
         engine.generate(batch_of(1), step=0, sampling=GREEDY)
-    engine.shutdown()
-
-
-def test_killed_scheduler_is_an_error(engine, model):
-    sync(engine, model)
-    scheduler = engine._processes[0].pid
-    threading.Timer(1.0, os.kill, (scheduler, signal.SIGKILL)).start()
-    began = time.time()
-    with pytest.raises(RuntimeError, match="has died, exit code -9"):
-        sampling = {"temperature": 1.0, "max_new_tokens": 1000, "ignore_eos": True}
-        engine.generate(batch_of(64, length=500), step=0, sampling=sampling)
-    assert time.time() - began < 30
     engine.shutdown()
     assert not psutil.pid_exists(scheduler)

@@ -1,23 +1,52 @@
 """Whole runs of the toy recipe, as a user starts them: real Ray, real engine, one process tree each."""
 
 import json
+import shutil
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2ForSequenceClassification
 
 import records
+import train_ppo
+from config import load
 from recipes import toy
 from runs import Run, repeatable
+
+
+FOUR_STEPS = "trainer.steps=4", "validation.every=2"
+# train_ppo.py, but the second rank fails in its third update.
+FAILING = """
+import sys
+import train_ppo
+from workers import Worker
+
+class Failing(Worker):
+    updates = 0
+
+    def update(self, *args):
+        self.updates += 1
+        if (self.rank, self.updates) == (1, 3):
+            raise ArithmeticError("rank 1 fails")
+        return super().update(*args)
+
+def import_libraries(whole=train_ppo.import_libraries):
+    whole()
+    train_ppo.Worker = Failing
+
+train_ppo.import_libraries = import_libraries
+train_ppo.run(train_ppo.configuration.from_command_line(sys.argv.pop(1)))
+"""
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
     """Four steps in one go, with Ray, and what was seen on the way."""
-    run = Run(tmp_path_factory.mktemp("runs") / "straight", "trainer.steps=4", "validation.every=2")
+    run = Run(tmp_path_factory.mktemp("runs") / "straight", *FOUR_STEPS, "trainer.record=true")
     run.wait_for_step(1)
     run.listening = [
         (process.name(), connection.laddr.ip)
@@ -40,7 +69,7 @@ def test_a_run_leaves_its_records_and_no_process(straight):
     assert all("val/toy/mean@1" in rows[step] for step in (0, 2, 4))
     assert "<svg" in (straight.directory / "report.html").read_text()
     samples = [json.loads(line) for line in (straight.directory / "samples.jsonl").read_text().splitlines()]
-    assert len(samples) == 3 * 55
+    assert len({(sample["step"], sample["prompt"]) for sample in samples}) == len(samples) == 3 * 55
     assert [path.name for path in (straight.directory / "checkpoints").iterdir()] == ["step_4"]
 
 
@@ -57,29 +86,41 @@ def test_nothing_listens_beyond_this_machine(straight):
     assert {ip for _, ip in straight.listening} <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}, straight.listening
 
 
-def test_a_run_that_is_killed_continues_as_if_it_was_not(straight, tmp_path):
-    """SIGKILL to every process after step 2, the same command again: the rows are those of the straight run,
-    which had Ray, while these have not."""
-    overrides = ("trainer.steps=4", "validation.every=2", "trainer.save_every=1", "launch=local")
-    first = Run(tmp_path / "killed", *overrides)
+def test_a_run_that_ctrl_c_ends_continues_as_if_it_was_not(straight, tmp_path):
+    """Ctrl-C after step 2, the same command again: the rows are those of the straight run. That had Ray, as the
+    first of these has; the second has not."""
+    overrides = *FOUR_STEPS, "trainer.save_every=1"
+    first = Run(tmp_path / "ended", *overrides)
     first.wait_for_step(2)
-    first.kill()
+    first.process.send_signal(signal.SIGINT)
+    assert first.wait(60) != 0
     first.assert_nothing_left()
-    second = Run(tmp_path / "killed", *overrides)
+    assert [row["step"] for row in first.rows()][-1] < 4
+    second = Run(tmp_path / "ended", *overrides, "launch=local")
     assert second.wait() == 0, second.log.read_text()[-3000:]
     assert "resumed from" in second.log.read_text()
     assert repeatable(second.rows()) == repeatable(straight.rows())
+    kept = [path.name for path in (second.directory / "checkpoints").iterdir()]
+    assert kept == ["step_4"]  # trainer.keep=1
 
 
-def test_a_directory_has_one_run_and_ctrl_c_ends_it(tmp_path):
-    run = Run(tmp_path / "interrupted", "trainer.steps=1000")
-    run.wait_for_step(1)
-    other = Run(run.directory, "trainer.steps=1000")
-    assert other.wait() == 2 and run.process.poll() is None
-    assert f"error: trainer.dir={run.directory} is in use by another run" in other.log.read_text()
-    run.process.send_signal(signal.SIGINT)
-    assert run.wait(60) != 0
+def test_pools_and_a_rank_that_raises(straight, tmp_path):
+    """Two Ray workers have the actor and a third one, in a pool of its own, the reference; they learn what the
+    straight run has recorded. The first step is its first step. Then a rank raises while the other one waits
+    for it: the run ends with that traceback."""
+    pools = ["ray.num_cpus=3", "pools.main.devices_per_node=2", "pools.main.roles=[actor, rollout]",
+             "pools.b={nodes: 1, devices_per_node: 1, roles: [ref]}", "actor.kl_coef=0.1"]
+    run = Run(tmp_path / "pools", *pools, "trainer.steps=4", f"trainer.replay={straight.directory}/records",
+              command=(sys.executable, "-c", FAILING))
+    assert run.wait() not in (0, 2)
     run.assert_nothing_left()
+    assert "ArithmeticError: rank 1 fails" in run.log.read_text()
+    first, second = run.rows()
+    for name in ("actor/grad_norm", "actor/entropy", "actor/ppo_kl", "reward/mean"):
+        assert first[name] == pytest.approx(straight.rows()[1][name], rel=1e-5, abs=1e-6)
+    assert first["actor/kl_loss"] == pytest.approx(0, abs=1e-9) and second["actor/kl_loss"] > 0
+    held = {name.partition("/update_actor/")[2] for name in first if name.startswith("mem/update_actor/")}
+    assert held == {"main_trainer0", "main_trainer1", "b_trainer0"}
 
 
 def test_two_ranks_share_sequences_and_an_engine(tmp_path):
@@ -105,6 +146,25 @@ def test_two_ranks_share_sequences_and_an_engine(tmp_path):
     assert all((run.directory / f"trace_rank{rank}.json.gz").stat().st_size > 1000 for rank in range(2))
 
 
+@pytest.mark.parametrize("keep", [1, 3])
+def test_older_checkpoints_go_after_a_newer_one_is_whole(keep, tmp_path, monkeypatch):
+    """And step_10 is newer than step_9."""
+    config, prompts = load([], [f"trainer.keep={keep}"]), SimpleNamespace(state_dict=dict)
+    trainer = SimpleNamespace(config=config, prompts=prompts, directory=tmp_path, kl_coef=0.0, best=0.0)
+    folder, remove = tmp_path / "checkpoints", shutil.rmtree
+
+    def remove_one(path):
+        assert (folder / f"step_{trainer.step}/trainer.json").exists()
+        remove(path)
+
+    monkeypatch.setattr(shutil, "rmtree", remove_one)
+    for trainer.step in range(8, 13):
+        (folder / "unfinished").mkdir(parents=True)
+        train_ppo.Trainer.finish_save(trainer, folder / "unfinished", folder / f"step_{trainer.step}")
+        steps = range(max(8, trainer.step + 1 - keep), trainer.step + 1)
+        assert [path.name for path in train_ppo.checkpoints(tmp_path)] == [f"step_{step}" for step in steps]
+
+
 def test_records_outlive_a_full_disk_in_a_resume(tmp_path, monkeypatch):
     """What a resume keeps of the records is written beside them first: nothing is lost when that fails."""
     rows = "".join(f'{{"step": {step}}}\n' for step in range(4))
@@ -122,10 +182,3 @@ def test_records_outlive_a_full_disk_in_a_resume(tmp_path, monkeypatch):
     monkeypatch.undo()
     records.trim(tmp_path, 2)
     assert (tmp_path / "metrics.jsonl").read_text() == rows[: rows.index('{"step": 3}')]
-
-
-def test_a_reward_that_always_raises_ends_the_run_with_its_traceback(tmp_path):
-    run = Run(tmp_path / "raises", "reward.function=tests/rewards.py:raises", "launch=local")
-    assert run.wait() not in (0, 2)
-    assert "ZeroDivisionError" in run.log.read_text()
-    run.assert_nothing_left()

@@ -1,11 +1,13 @@
 """Workers on real FSDP2 ranks (gloo): an update does not depend on how its rows are cut, packed or spread."""
 
+import concurrent.futures
+import multiprocessing
 import types
 
+import pebble
 import pytest
 import safetensors.torch
 import torch
-import torch.multiprocessing as multiprocessing
 from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers import Qwen2ForSequenceClassification, Qwen2ForTokenClassification
@@ -15,6 +17,29 @@ import data
 from config import load
 
 TEMPERATURE = 0.7
+
+
+@pytest.fixture(scope="module")
+def on_ranks():
+    """on_ranks(world, function, ...) calls function(rank, world, ...) in a process for each rank, all at the same
+    time. They stay for the next call, so that they import everything once. A rank is the same process each time:
+    torch keeps what it knows of its place in a mesh."""
+    context = multiprocessing.get_context("spawn")
+    processes = [pebble.ProcessPool(1, context=context) for _ in range(4)]
+
+    def run(world, function, *args):
+        futures = [processes[rank].schedule(function, (rank, world, *args)) for rank in range(world)]
+        try:
+            for future in concurrent.futures.as_completed(futures):
+                future.result()  # raises the first failure, while other ranks may wait for the one that failed
+        finally:
+            for future in futures:
+                future.cancel()  # which ends its process
+
+    yield run
+    for process in processes:
+        process.stop()
+        process.join()
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +119,7 @@ def measure(worker, folder, updates):
 def rank_main(rank, world, folder, configs, updates):
     from workers import Worker
 
-    data.PADDING = 1.0  # the budget alone says how many micro-batches there are, and rows are much padded
+    padding, data.PADDING = data.PADDING, 1.0  # the budget alone says how many micro-batches there are
     results = []
     for number, config in enumerate(configs):
         worker = Worker(config, rank, world, rank, world, f"file://{folder}/ranks_{number}")
@@ -103,11 +128,12 @@ def rank_main(rank, world, folder, configs, updates):
         results.append(measure(worker, folder, updates))
         worker.shutdown()
     torch.save(results, f"{folder}/results_{rank}")
+    data.PADDING = padding
 
 
-def run(folder, configs, world=1, updates=1):
+def run(on_ranks, folder, configs, world=1, updates=1):
     """The result of `measure` for each config; scores are of all ranks, the rest is equal on all of them."""
-    multiprocessing.spawn(rank_main, (world, str(folder), configs, updates), nprocs=world)
+    on_ranks(world, rank_main, str(folder), configs, updates)
     results, *others = [torch.load(folder / f"results_{rank}") for rank in range(world)]
     for other in others:
         for result, part in zip(results, other):
@@ -139,11 +165,11 @@ FOUR_RANKS = {  # each of the two kv heads goes to two ranks
 
 
 @pytest.fixture(scope="module")
-def results(model_path, tmp_path_factory):
+def results(model_path, tmp_path_factory, on_ranks):
     found = {}
     for world, ways in ((1, {"plain": PLAIN} | WAYS), (2, TWO_RANKS), (4, FOUR_RANKS)):
         configs = [settings(model_path, *overrides) for overrides in ways.values()]
-        found |= zip(ways, run(tmp_path_factory.mktemp("ranks"), configs, world))
+        found |= zip(ways, run(on_ranks, tmp_path_factory.mktemp("ranks"), configs, world))
     return found
 
 
@@ -206,13 +232,28 @@ def test_first_update_is_on_policy(plain):
     assert actor["actor/clipfrac"] == 0
 
 
-def test_schedule_moves_at_the_first_update(model_path, tmp_path):
+def test_schedule_moves_at_the_first_update(model_path, tmp_path, on_ranks):
     """Warm-up of 4: the updates use lr/4, 2 lr/4, 3 lr/4, lr, lr (KNOWN_FAULTS 25); a later ratio is not 1 (24)."""
-    (result,) = run(tmp_path, [settings(model_path, "actor.warmup=4")], updates=5)
+    (result,) = run(on_ranks, tmp_path, [settings(model_path, "actor.warmup=4")], updates=5)
     actor = result["metrics"][0::2]
     assert [update["actor/lr"] for update in actor] == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3])
     assert actor[0]["actor/ppo_kl"] == pytest.approx(0, abs=1e-6)
     assert abs(actor[4]["actor/ppo_kl"]) > 1e-5
+
+
+def test_the_terms_of_the_actors_loss_have_their_signs():
+    """Policy loss + kl_coef * KL - entropy_coef * entropy, each a mean over the two tokens that count. At ratio
+    1 the first is -(1 - 2) / 2; k2 of differences 0.2 and -0.4 is (0.02 + 0.08) / 2."""
+    from workers import Worker
+
+    logprobs, X = torch.tensor([[-1.0, -2.0, -3.0]]), 99.0
+    columns = {"response_mask": torch.tensor([[1.0, 1.0, 0.0]]), "advantages": torch.tensor([[1.0, -2.0, X]]),
+               "old_logprobs": logprobs, "ref_logprobs": torch.tensor([[-1.2, -1.6, X]]), "rollout_weights": torch.ones(1, 3)}
+    norm, entropy = algos.normaliser(columns["response_mask"]), torch.tensor([[1.0, 0.5, X]])
+    for kl_coef, entropy_coef, expected in ((0, 0, 0.5), (10, 0, 0.5 + 10 * 0.05), (0, 2, 0.5 - 2 * 0.75)):
+        words = f"actor.kl_coef={kl_coef}", f"actor.entropy_coef={entropy_coef}", "actor.kl_estimator=k2"
+        loss, _ = Worker.actor_loss(types.SimpleNamespace(config=load([], words)), columns, logprobs, entropy, norm)
+        assert loss.item() == pytest.approx(expected)
 
 
 def few_main(rank, world, folder, config):
@@ -232,12 +273,12 @@ def few_main(rank, world, folder, config):
     worker.shutdown()
 
 
-def test_a_rank_without_rows_keeps_step(model_path, tmp_path):
+def test_a_rank_without_rows_keeps_step(model_path, tmp_path, on_ranks):
     """One response on two ranks, as the end of dynamic sampling may leave: the update is that of one rank."""
     for world in (1, 2):
         folder = tmp_path / str(world)
         folder.mkdir()
-        multiprocessing.spawn(few_main, (world, str(folder), settings(model_path)), nprocs=world)
+        on_ranks(world, few_main, str(folder), settings(model_path))
     expected = torch.load(tmp_path / "1/few_1_0")
     assert expected[0]["actor/grad_norm"] > 0
     for rank in range(2):
@@ -255,14 +296,14 @@ def sent_main(rank, world, folder, config):
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_weights_are_sent_as_a_checkpoint_has_them(family, tmp_path):
+def test_weights_are_sent_as_a_checkpoint_has_them(family, tmp_path, on_ranks):
     """transformers fuses the experts of a layer; the engine knows them by the names of the files, one by one."""
     experts = {"mixtral": {"num_local_experts": 4}, "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 16}}
     shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts_per_tok": 2}
     config = AutoConfig.for_model(family, **shape, **heads, **experts[family])
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    multiprocessing.spawn(sent_main, (2, str(tmp_path), settings(str(tmp_path / "model"))), nprocs=2)
+    on_ranks(2, sent_main, str(tmp_path), settings(str(tmp_path / "model")))
     expected = safetensors.torch.load_file(tmp_path / "model/model.safetensors")
     assert any("experts.3" in name for name in expected)
     for rank in range(2):
@@ -301,11 +342,11 @@ def lora_main(rank, world, folder, config):
                 "ref again": again, "now": now}, f"{folder}/lora_{rank}")
 
 
-def test_lora_trains_an_adapter_and_nothing_else(model_path, tmp_path):
+def test_lora_trains_an_adapter_and_nothing_else(model_path, tmp_path, on_ranks):
     """The base stays to the bit; the reference is the actor without its adapter; what is sent to the engine and
     exported is the merged weight, and the adapter loads in peft (KNOWN_FAULTS: adapters)."""
     config = settings(model_path, "actor.lora_rank=4", "actor.lora_alpha=8", "actor.lr=1e-2")
-    multiprocessing.spawn(lora_main, (2, str(tmp_path), config), nprocs=2)
+    on_ranks(2, lora_main, str(tmp_path), config)
     base = AutoModelForCausalLM.from_pretrained(model_path)
     with torch.no_grad():
         whole = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
@@ -339,13 +380,13 @@ def reward_main(rank, world, folder, config, batch):
     worker.shutdown()
 
 
-def test_a_reward_model_reads_the_last_token(model_path, tmp_path):
+def test_a_reward_model_reads_the_last_token(model_path, tmp_path, on_ranks):
     """Scores equal those of transformers' own class for one conversation alone, which ends in what is its padding."""
     rows = make_batch()
     rows["response_ids"] = [torch.cat([ids, torch.tensor([0])]) for ids in rows["response_ids"]]  # pad id at the end
     batch = data.conversations(rows, None, None)
     config = settings(model_path, f"reward_model.path={model_path}/reward", "reward_model.max_tokens_per_device=40")
-    multiprocessing.spawn(reward_main, (2, str(tmp_path), config, batch), nprocs=2)
+    on_ranks(2, reward_main, str(tmp_path), config, batch)
     model = Qwen2ForSequenceClassification.from_pretrained(f"{model_path}/reward").eval()
     for rank in range(2):
         part, scores = torch.load(tmp_path / f"reward_{rank}")

@@ -83,7 +83,7 @@ def decode_speed(worker, n=32):
 
 
 def test_an_update_on_one_rank(worker):
-    """FSDP2 on a world of one: log-probs near the float32 ones, the ratio 1, weights that move, micro-batches alike."""
+    """FSDP2 on a world of one: log-probs near the float32 ones, the ratio 1, weights that move."""
     batch = make_batch()
     batch |= worker.score(batch, "actor")
     batch["rollout_weights"], batch["rollout_logprobs"] = batch["response_mask"], batch["old_logprobs"]
