@@ -38,7 +38,7 @@ class Run:
                 start_new_session=True,
             )
 
-    def wait(self, timeout=240):
+    def wait(self, timeout=400):
         code = self.process.wait(timeout)
         self.seconds = time.monotonic() - self.start
         return code
@@ -55,7 +55,7 @@ class Run:
                 process.send_signal(signal.SIGKILL)
         self.process.wait()
 
-    def wait_for_step(self, step, timeout=240):
+    def wait_for_step(self, step, timeout=400):
         deadline = time.monotonic() + timeout
         while not any(row["step"] >= step for row in self.rows()):
             assert self.process.poll() is None, self.log.read_text()[-3000:]

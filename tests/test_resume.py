@@ -222,7 +222,7 @@ def test_killed_in_a_save_after_an_epoch_it_goes_on_with_the_same_numbers(straig
     continues from the newest whole one. Rows, answers, weights and all other state, to step 6, are those of
     the straight run, bit for bit; also after step 4, where the engine was killed and the run has restarted."""
     second = killed.second
-    assert f"resumed from {second.directory}/checkpoints/step_3\n" in second.log.read_text()
+    assert f"resumed from {second.directory}/checkpoints/step_3: 5 of 8 steps to go\n" in second.log.read_text()
     assert exact(second.rows())[:7] == exact(straight.rows())[:7]
     samples = [(run.directory / "samples.jsonl").read_text().splitlines() for run in (straight, second)]
     assert samples[0][: 3 * VALIDATION] == samples[1] and json.loads(samples[1][-1])["step"] == 6
@@ -246,7 +246,7 @@ def test_another_number_of_ranks_continues(straight, ranks, tmp_path, name, step
     """Saved by 1 rank and continued by 2, and the reverse: the next prompts, their answers and the position
     in the data are those of the straight run; metrics and weights after the step are, to 1e-5."""
     run, done = getattr(ranks, name), HALF + (step - 4) * STEP
-    assert f"resumed from {run.directory}/checkpoints/step_{step - 1}\n" in run.log.read_text()
+    assert f"resumed from {run.directory}/checkpoints/step_{step - 1}: {9 - step} of 8 steps to go\n" in run.log.read_text()
     assert answers(run)[:STEP] == answers(straight)[done : done + STEP]
     row, expected = (repeatable(run.rows())[step] for run in (run, straight))
     assert row == pytest.approx(expected, rel=1e-5, abs=1e-5)
@@ -280,4 +280,4 @@ def test_a_dead_engine_ends_the_run_which_restarts_by_itself(killed):
     assert errors.count(", in generate\n") >= 2 and errors.count("restart 1 of 1") == 1
     for pid in killed.engines:
         assert f"engine process {pid} has died, exit code -9" in errors
-    assert f"resumed from {run.directory}/checkpoints/step_4\n" in run.log.read_text()
+    assert f"resumed from {run.directory}/checkpoints/step_4: 4 of 8 steps to go\n" in run.log.read_text()

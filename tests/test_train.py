@@ -86,21 +86,26 @@ def test_nothing_listens_beyond_this_machine(straight):
     assert {ip for _, ip in straight.listening} <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}, straight.listening
 
 
-def test_a_run_that_ctrl_c_ends_continues_as_if_it_was_not(straight, tmp_path):
-    """Ctrl-C after step 2, the same command again: the rows are those of the straight run. That had Ray, as the
-    first of these has; the second has not."""
+def test_a_run_that_is_ended_and_killed_continues_as_if_it_was_not(straight, tmp_path):
+    """Ctrl-C in step 2 or 3, the same command again, SIGKILL to every process in the next, and once more: the rows
+    are those of the straight run. That had Ray, as the first of these has; the others have not."""
     overrides = *FOUR_STEPS, "trainer.save_every=1"
     first = Run(tmp_path / "ended", *overrides)
-    first.wait_for_step(2)
+    first.wait_for_step(1)
     first.process.send_signal(signal.SIGINT)
     assert first.wait(60) != 0
     first.assert_nothing_left()
-    assert [row["step"] for row in first.rows()][-1] < 4
+    reached = first.rows()[-1]["step"]
+    assert reached < 3
     second = Run(tmp_path / "ended", *overrides, "launch=local")
-    assert second.wait() == 0, second.log.read_text()[-3000:]
-    assert "resumed from" in second.log.read_text()
-    assert repeatable(second.rows()) == repeatable(straight.rows())
-    kept = [path.name for path in (second.directory / "checkpoints").iterdir()]
+    second.wait_for_step(reached + 1)
+    second.kill()
+    second.assert_nothing_left()
+    third = Run(tmp_path / "ended", *overrides, "launch=local")
+    assert third.wait() == 0, third.log.read_text()[-3000:]
+    assert "resumed from" in third.log.read_text()
+    assert repeatable(third.rows()) == repeatable(straight.rows())
+    kept = [path.name for path in (third.directory / "checkpoints").iterdir()]
     assert kept == ["step_4"]  # trainer.keep=1
 
 
