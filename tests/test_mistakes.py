@@ -12,7 +12,7 @@ import ray
 import config as configuration
 import scoring
 import train_ppo
-from recipes import toy
+from recipes import guess, toy
 
 TOY, GUESS = ["--config", "recipes/toy.yaml"], ["--config", "recipes/guess.yaml"]
 BARE = [*TOY, "data.val=null", "validation.every=0"]
@@ -77,6 +77,7 @@ ROWS = {  # files of rows: the name, what is in it, what is said of it
     "columns": (lines({"question": "1+1=", "answer": "2"}), "row 0 has question, answer, but not text or mess"),
     "late": (lines(*GOOD, {"prompt": "1+1="}), "row 25 has prompt, but not text or messages as data.prompt_key="
              "prompt and something as data.answer_key=answer"),
+    "letter": (lines(*GOOD, {"prompt": "1 x 1=", "answer": "1"}), "row 25, '1 x 1=': no tokens for ['x']"),  # a tokenizer of characters does not drop one in silence
     "null": (lines({"prompt": None, "answer": "2"}), "row 0 has prompt, answer, but not text or messages"),
     "chat": (lines({"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}), "chat template"),
     "roleless": (lines({"prompt": [{"content": "1+1="}], "answer": "2"}), "must be messages with role and con"),
@@ -111,6 +112,8 @@ def model(folder, name, without=(), **changes):
 @pytest.fixture
 def refusal(capsys, monkeypatch):
     """refusal(word, ...) gives the command and returns the line with which it is refused, in this process."""
+    toy.build(), guess.build()  # transformers shows how it saves them, once
+
     def start(*_, **__):
         raise AssertionError("processes are about to start")
 
