@@ -467,8 +467,25 @@ def check_start(config):
             if now[key] != then:  # OmegaConf compares its lists and dicts with plain ones
                 raise ValueError(f"{key}={now[key]!r} was {then!r} when {directory} was begun: continue with "
                                  "that, or begin in a new trainer.dir")
+    check_model(config)
     if config.launch == "ray" and "WORLD_SIZE" not in os.environ:
         check_cluster(config)
+
+
+def check_model(config):
+    """Raises ValueError if the engine cannot run the actor's model on this machine, where that is known."""
+    import json
+
+    import torch
+
+    import data
+    import engine
+
+    path = data.resolve_model(config.model.path)
+    described = Path(path, "config.json")
+    if "rollout" in roles_needed(config) and not torch.cuda.is_available() and described.is_file():
+        with data.blame("model.path", path):
+            engine.check_architectures(json.loads(described.read_text("utf-8"))["architectures"])
 
 
 def check_cluster(config):

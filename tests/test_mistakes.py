@@ -98,14 +98,15 @@ def folder(tmp_path_factory):
 
 
 def model(folder, name, without=(), **changes):
-    """A copy of the toy's model, without some files and with changes to its config."""
+    """A copy of the toy's model, without some files and with changes to its config, where None deletes."""
     copy = folder / name
     shutil.copytree(toy.build(), copy)
     for pattern in without:
         for path in copy.glob(pattern):
             path.unlink()
     shape = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(shape | changes))
+    shape = {key: value for key, value in (shape | changes).items() if value is not None}
+    (copy / "config.json").write_text(json.dumps(shape))
     return copy
 
 
@@ -233,6 +234,14 @@ def test_tools_need_a_chat_template(folder, refusal):
     ("model.path=NAME must have files like *.safetensors", ["*.safetensors"], {}),
     ("model.path=NAME must have files like tokenizer*", ["tokenizer*"], {}),
     ("trust_remote_code", [], {"auto_map": {"AutoConfig": "code.Shape"}, "model_type": "new"}),
+    ("SGLang cannot run GPTNeoXForCausalLM without a GPU", [], {"architectures": ["GPTNeoXForCausalLM"]}),
+    ("mamba has no attention heads", [],
+     {"model_type": "mamba", "num_attention_heads": None, "layer_types": None}),
+    ("NAME: Validation error for field 'hidden_size'", [], {"hidden_size": "wide"}),
+    ("actor.share_prompt=false and model.sp=1 are needed for NAME, which has layers with sliding_attention", [],
+     {"layer_types": ["full_attention", "sliding_attention"]}),
+    ("which has layers with sliding_window=8", [],
+     {"model_type": "mistral", "sliding_window": 8, "layer_types": None}),
     ("qwen99", [], {"model_type": "qwen99"}), ("max_position_embeddings", [], {"max_position_embeddings": 9}),
 ])
 def test_models(message, without, changes, tmp_path, refusal):
@@ -249,7 +258,8 @@ def test_models(message, without, changes, tmp_path, refusal):
     ("'FOLDER/file' must be a folder", ["model.path=FOLDER/file"]), ("liger-kernel", ["model.liger=true"]),
 ])
 def test_options_of_models(message, words, folder, refusal, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    there = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "liger_kernel" else there(name))
     names = {"FOLDER": str(folder), "MODEL": str(toy.build())}
     for name, value in names.items():
         message, words = message.replace(name, value), [word.replace(name, value) for word in words]

@@ -5,6 +5,7 @@ The last test kills its scheduler, so it has to stay last.
 
 import copy
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -392,6 +393,14 @@ def test_wrong_weight_is_an_error(path, model):
     with pytest.raises(RuntimeError, match="broken"):
         engine.generate(batch_of(1), step=0, sampling=GREEDY)
     engine.shutdown()
+
+
+def test_an_engine_that_cannot_start_says_why(path, model, tmp_path):
+    """SGLang's own last line is about a scheduler that died, and the reason would stand far above it."""
+    config = json.loads((path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_act": "cubic"}))
+    with pytest.raises(RuntimeError, match=f"SGLang cannot run {tmp_path}: .*cubic"):
+        start(tmp_path)
 
 
 def test_killed_scheduler_is_an_error(engine, model):
