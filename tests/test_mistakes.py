@@ -255,12 +255,16 @@ def test_models(message, without, changes, tmp_path, refusal):
     ("reward_model.path=MODEL must be a classifier with one label", ["reward_model.path=recipes/toy.py:build"]),
     ("model.sp=8 must divide the 4 attention heads", ["model.sp=8", "pools.main.devices_per_node=8", "ray.num_cpus=8"]),
     ("model.path=FOLDER/rows.py:raises: KeyError: 'question' (line 3)", ["model.path=FOLDER/rows.py:raises"]),
+    ("model.path=recipes/toy.py:build has 15 words, and the tokenizer of SMALL has 18", ["model.tokenizer=SMALL"]),
+    ("critic.path=recipes/toy.py:build has 15 words, and the tokenizer of SMALL has 18",
+     ["model.path=SMALL", "critic.path=recipes/toy.py:build", "algorithm.advantage=gae",
+      "critic.mini_batch_size=128"]),
     ("'FOLDER/file' must be a folder", ["model.path=FOLDER/file"]), ("liger-kernel", ["model.liger=true"]),
 ])
 def test_options_of_models(message, words, folder, refusal, monkeypatch):
     there = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "liger_kernel" else there(name))
-    names = {"FOLDER": str(folder), "MODEL": str(toy.build())}
+    names = {"FOLDER": str(folder), "MODEL": str(toy.build()), "SMALL": str(guess.build())}
     for name, value in names.items():
         message, words = message.replace(name, value), [word.replace(name, value) for word in words]
     assert message in refusal(*TOY, "actor.lora_rank=4", *words)
@@ -276,6 +280,8 @@ def test_options_of_models(message, words, folder, refusal, monkeypatch):
     ("ray.address=cluster must be auto, or host:port of a Ray: invalid literal", ["ray.address=cluster"]),
     ("FOLDER/file must be a folder", ["trainer.dir=FOLDER/file"]),
     ("FOLDER/file must be a folder", ["trainer.dir=FOLDER/file/run"]),
+    ("trainer.dir='~/run' must not begin with ~", ["trainer.dir=~/run"]),
+    ("model.path='~/model' must not begin with ~", ["model.path=~/model"]),
 ])
 def test_machine(message, words, folder, refusal):
     words = [word.replace("FOLDER", str(folder)) for word in words]
