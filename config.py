@@ -624,8 +624,9 @@ def run_directory(config):
     return Path(config.trainer.dir or f"runs/{config.trainer.name}/{now}").resolve()
 
 
+# Returns the checked config, and exits where there is none or nothing to train. The docstring is the help.
 def from_command_line(program, words=None):
-    """The checked config that the command line asks for. Exits if it is wrong (2), after a dry run or sweep.
+    """Train as config.yaml, the FILEs and the OVERRIDEs say. Wrong input ends with one line and exit code 2.
 
     Usage: python train_ppo.py [--config FILE]... [--print-config | --dry-run] [OVERRIDE]...
            python train_ppo.py [--config FILE]... [OVERRIDE]... --sweep KEY=V1,V2...
