@@ -113,7 +113,8 @@ def fit(value, default, added=(), path=""):
     if isinstance(default, float) and type(value) is int:
         value = float(value)
     if type(value) is not type(default) or value == "None":
-        raise ValueError(f"{path}={value!r} must be {type(default).__name__}, like {default!r}; None is null")
+        shown = "{key: value}" if isinstance(default, dict) else repr(default)
+        raise ValueError(f"{path}={value!r} must be {type(default).__name__}, like {shown}; None is null")
     least = 0 if path in FROM_ZERO else 1
     if type(value) is int and value < min(default, least):
         raise ValueError(f"{path}={value!r} must be at least {min(default, least)}")
@@ -271,6 +272,8 @@ def check_values(config, now, require):
     for patterns, holds, right in RANGES:
         for key in matching(patterns, default):
             require(holds(now[key]), key, right)
+    for key, value in now.items():
+        require(not str(value).startswith("~/"), key, "must not begin with ~, which only a shell knows")
     choices = {
         "launch": ["ray", "local"],
         "data.overlong": ["filter", "left", "right", "error"],
@@ -467,8 +470,48 @@ def check_start(config):
             if now[key] != then:  # OmegaConf compares its lists and dicts with plain ones
                 raise ValueError(f"{key}={now[key]!r} was {then!r} when {directory} was begun: continue with "
                                  "that, or begin in a new trainer.dir")
+    check_model(config)
+    check_vocabularies(config)
     if config.launch == "ray" and "WORLD_SIZE" not in os.environ:
         check_cluster(config)
+
+
+def check_model(config):
+    """Raises ValueError if the engine cannot run the actor's model on this machine, where that is known."""
+    import json
+
+    import torch
+
+    import data
+    import engine
+
+    path = data.resolve_model(config.model.path)
+    described = Path(path, "config.json")
+    if "rollout" in roles_needed(config) and not torch.cuda.is_available() and described.is_file():
+        with data.blame("model.path", path):
+            engine.check_architectures(json.loads(described.read_text("utf-8"))["architectures"])
+
+
+def check_vocabularies(config):
+    """Raises ValueError if a model has fewer words than the tokenizer whose ids it will read, where the two
+    are not of one folder. Their numbers need not be equal: many models are padded."""
+    import json
+
+    import data
+
+    now = options_in(config)
+    readers = ["model.path", "critic.path", "ref.path"]
+    readers += ["reward_model.path"] * (config.reward_model.tokenizer is None)
+    if not any(now[key] for key in ("model.tokenizer", *readers[1:])):
+        return
+    name = config.model.tokenizer or config.model.path
+    words = data.load_tokenizer(name, config.model.trust_remote_code).vocab_size
+    for key in filter(now.get, readers):
+        described = Path(data.resolve_model(now[key]), "config.json")
+        shape = json.loads(described.read_text("utf-8")) if described.is_file() else {}
+        size = shape.get("text_config", shape).get("vocab_size") or words
+        if size < words:
+            raise ValueError(f"{key}={now[key]} has {size} words, and the tokenizer of {name} has {words}")
 
 
 def check_cluster(config):
@@ -581,8 +624,9 @@ def run_directory(config):
     return Path(config.trainer.dir or f"runs/{config.trainer.name}/{now}").resolve()
 
 
+# Returns the checked config, and exits where there is none or nothing to train. The docstring is the help.
 def from_command_line(program, words=None):
-    """The checked config that the command line asks for. Exits if it is wrong (2), after a dry run or sweep.
+    """Train as config.yaml, the FILEs and the OVERRIDEs say. Wrong input ends with one line and exit code 2.
 
     Usage: python train_ppo.py [--config FILE]... [--print-config | --dry-run] [OVERRIDE]...
            python train_ppo.py [--config FILE]... [OVERRIDE]... --sweep KEY=V1,V2...

@@ -142,6 +142,13 @@ def encode(tokenizer, prompt, system=None, tools=None):
         messages, tools=tools or None, add_generation_prompt=True, return_dict=False)
 
 
+def unknown(tokenizer, text):
+    """The characters for which a tokenizer has nothing, not even an id that says so: it would drop them."""
+    spans = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    kept = {place for start, end in spans for place in range(start, end)}
+    return [c for place, c in enumerate(text) if place not in kept and c.isprintable() and c != " "]
+
+
 class Prompts:
     """The prompts of one source. `next()` gives batches in an order that follows from (seed, epoch) alone.
 
@@ -156,13 +163,14 @@ class Prompts:
         self.shuffle, limit, mode = options.shuffle, options.max_prompt_length, options.overlong
         rows = list(load_rows(spec, options, key))
         for number, row in enumerate(rows):
+            text = row["prompt"] if isinstance(row["prompt"], str) and tokenizer.is_fast else ""
             try:
-                row["prompt"], row["prompt_ids"] = encode(tokenizer, row["prompt"], options.system,
-                                                           tools)
+                row["prompt"], row["prompt_ids"] = encode(tokenizer, row["prompt"], options.system, tools)
             except Exception as error:  # of templates that refuse messages, each in its own way
                 raise ValueError(f"{self.name}: row {number} is no prompt here: {error}") from error
-            if not row["prompt_ids"]:
-                raise ValueError(f"{self.name}: row {number}, {row['prompt']!r}, has no tokens")
+            if not row["prompt_ids"] or unknown(tokenizer, text):
+                lost = unknown(tokenizer, text) or "it"
+                raise ValueError(f"{self.name}: row {number}, {row['prompt']!r:.60}: no tokens for {lost}")
         long = [number for number, row in enumerate(rows) if len(row["prompt_ids"]) > limit]
         if long and mode == "error":
             raise ValueError(f"{self.name}: row {long[0]} is over data.max_prompt_length={limit} tokens")

@@ -4,11 +4,15 @@ A reader of the training step needs none of it; rollout.py does. On CPU, sglang_
 """
 
 import ctypes
+import importlib.util
 import multiprocessing
 import os
 import signal
 import socket
+import sys
+import tempfile
 import warnings
+from pathlib import Path
 from unittest import mock
 
 import psutil
@@ -53,9 +57,18 @@ def engine_arguments(config, model_path, device, hosts=("",), node=0):
     return arguments | rollout.engine_args
 
 
+def check_architectures(names):
+    """Raises ValueError if SGLang has none of these classes and would use transformers', as it can on a GPU
+    only. To ask its registry would import all of its models, so their files are read."""
+    models = Path(importlib.util.find_spec("sglang").origin).parent / "srt/models"
+    classes = "".join(file.read_text(encoding="utf-8") for file in models.glob("*.py"))
+    if not any(f"\nclass {name}(" in classes for name in names):
+        raise ValueError(f"SGLang cannot run {', '.join(names)} without a GPU")
+
+
 def start_engine(arguments, devices):
     """SGLang's Engine on `devices` of this machine, named as in CUDA_VISIBLE_DEVICES. Its schedulers end with
-    this process. Blocks until it is ready, 25 to 35 s."""
+    this process. Blocks until it is ready, 25 to 35 s. Raises RuntimeError with what a scheduler died of."""
     with warnings.catch_warnings(action="ignore"):  # about kernels that this device does not have
         from sglang.srt.entrypoints.engine import Engine
 
@@ -79,11 +92,25 @@ def start_engine(arguments, devices):
         variables |= sglang_cpu.environment(arguments["tp_size"])
     else:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
-    with mock.patch.dict(os.environ, variables):  # the schedulers inherit them, we do not keep them
-        engine = IdsEngine(**arguments)
+    with tempfile.NamedTemporaryFile("r") as died_of:
+        variables["SCHEDULER_DIED_OF"] = died_of.name
+        try:
+            with mock.patch.dict(os.environ, variables):  # the schedulers inherit them, we do not keep them
+                engine = IdsEngine(**arguments)
+        except Exception as error:
+            reason = died_of.read() or error
+            raise RuntimeError(f"SGLang cannot run {arguments['model_path']}: {reason}") from error
     if engine.tokenizer_manager:  # its first node
         engine.tokenizer_manager._subprocess_watchdog.stop()  # it would kill this process; `_call` watches
     return engine
+
+
+def die():
+    """The end of a scheduler process by an exception, which `start_engine` reads; later nobody would."""
+    error, died_of = sys.exception(), Path(os.environ["SCHEDULER_DIED_OF"])
+    if died_of.exists():
+        died_of.write_text(f"{type(error).__name__}: {error}")
+    os._exit(1)
 
 
 def run_scheduler(server_args, port_args, *args, **kwargs):
@@ -93,7 +120,7 @@ def run_scheduler(server_args, port_args, *args, **kwargs):
     if os.getppid() != multiprocessing.parent_process().pid:  # it died before we asked
         os._exit(1)
     # SGLang tells the trainer of an error by SIGQUIT, which kills it. Our death says as much, see `_call`.
-    psutil.Process.send_signal = lambda process, signum: os._exit(1)
+    psutil.Process.send_signal = lambda process, signum: die()
     if server_args.nnodes == 1:
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         # torch's TCPStore listens on all interfaces. A file does not, and needs no free port.

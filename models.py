@@ -146,12 +146,14 @@ def own_config(role, path, config):
     options = {"trust_remote_code": config.model.trust_remote_code, **config.model.overrides}
     try:
         whole, unknown = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **options)
-    except OSError as error:  # without a network transformers does not say which model it was
+    except Exception as error:  # of any kind where a config is odd, and often without the model's name
         raise ValueError(f"{path}: {error}") from error
     if unknown:
         raise ValueError(f"model.overrides={unknown}: the config of {path} has no such key")
     shape = whole.get_text_config()
-    heads = shape.num_attention_heads
+    heads = getattr(shape, "num_attention_heads", 0)
+    if not heads:
+        raise ValueError(f"{path} must be a transformer, and {whole.model_type} has no attention heads")
     for key, size in (("model.sp", config.model.sp), ("rollout.tp", config.rollout.tp)):
         if heads % size and (key == "model.sp" or role == "actor"):  # the engine has the actor's model
             raise ValueError(f"{key}={size} must divide the {heads} attention heads of {path}")
@@ -159,10 +161,13 @@ def own_config(role, path, config):
     if longest > (getattr(shape, "max_position_embeddings", None) or longest):
         raise ValueError(f"data.max_prompt_length + rollout.max_response_length = {longest} must be at most "
                          f"max_position_embeddings={shape.max_position_embeddings} of {path}")
-    sliding = "sliding_attention" in (getattr(shape, "layer_types", None) or ())  # our masks do not know them
-    if sliding and (config.model.sp > 1 or config.actor.share_prompt):
-        raise ValueError(f"actor.share_prompt and model.sp={config.model.sp} must be false and 1 for {path}, "
-                         "which has layers with sliding attention")
+    others = {*(getattr(shape, "layer_types", None) or ())} - {"full_attention"}  # our masks do not know them
+    window = getattr(shape, "sliding_window", None) or longest
+    if not hasattr(shape, "layer_types") and window < longest:
+        others = {f"sliding_window={window}"}
+    if others and (config.model.sp > 1 or config.actor.share_prompt):
+        raise ValueError(f"actor.share_prompt=false and model.sp=1 are needed for {path}, which has layers "
+                         f"with {', '.join(sorted(others))}")
     if role == "reward" and not any("Classification" in name for name in whole.architectures or ()):
         raise ValueError(f"reward_model.path={path} must be a classifier with one label, it is "
                          f"{whole.architectures}")

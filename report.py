@@ -117,7 +117,7 @@ def memory(axes, rows, names):
         means = [np.mean([row[key] for row in rows if key in row] or [np.nan]) for key in keys]
         axes.plot(phases, means, "o-", markersize=4, label=process)
     axes.tick_params(axis="x", labelrotation=45, labelrotation_mode="xtick")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.1 * axes.dataLim.y1)
 
 
 CHARTS = (  # title, unit, who draws it, its metrics (a regular expression), scale
@@ -156,7 +156,9 @@ def machine():
 def text(value):
     if isinstance(value, list):  # chat messages are shown as "role: content"
         return "\n".join(": ".join(map(str, m.values())) if isinstance(m, dict) else str(m) for m in value)
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return str(value) if str(value).strip() else repr(value)  # an empty response is seen as ''
 
 
 def write(directory):

@@ -73,8 +73,8 @@ def pack(batch, units, device, multiple=1):
 
 
 def keep_freed_memory():
-    """glibc maps every large tensor anew, and the kernel clears its pages: a tenth of an update's time. So there
-    is no allocation by mmap (M_MMAP_MAX), and no trimming (M_TRIM_THRESHOLD)."""
+    """glibc maps every large tensor anew, and the kernel clears its pages: a tenth of an update's time. So
+    there is no allocation by mmap (M_MMAP_MAX), and no trimming (M_TRIM_THRESHOLD)."""
     for parameter, value in ((-4, 0), (-1, -1)):
         ctypes.CDLL(None).mallopt(parameter, value)
 
@@ -110,8 +110,7 @@ class Worker:
         if sp > 1:
             attention = functools.partial(ulysses_attention, self.sequence.get_group())
             AttentionInterface.register("ulysses", attention)
-        self.models, self.optimizers, self.schedules = {}, {}, {}
-        self.rollout = None
+        self.rollout, self.models, self.optimizers, self.schedules = None, {}, {}, {}
 
     def build(self, role, path, steps):
         """Load one role; the trainer calls this for critic, reference, then actor and rollout, in that

@@ -1,6 +1,7 @@
 """Draws metrics of several runs over steps: python bench/curves.py OUT.svg METRIC[,METRIC] NAME=RUN_DIRECTORY ...
 
-The figures of the README are made with it, from the runs that their text names.
+The figures of the README are made with it, from the runs that their text names. NAME may be nothing for a single
+run: `python bench/curves.py docs/chain_sum.svg val/chain_sum/mean@1,reward/right =RUN`.
 """
 import json
 import sys
@@ -23,9 +24,9 @@ def main(out, metrics, *runs):
     for run in runs:
         name, _, directory = run.partition("=")
         for metric in metrics.split(","):
-            label = f"{name} {metric}" if "," in metrics else name
+            label = f"{name} {metric}".strip() if "," in metrics else name
             axes.plot(*curve(directory, metric), marker="o", markersize=3, label=label)
-    axes.set(xlabel="step", ylabel=metrics.replace(",", ", "), ylim=(0, 1))
+    axes.set(xlabel="step", ylabel="mean score" if "," in metrics else metrics, ylim=(0, 1))
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)
     figure.tight_layout()

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent.parent / "models" / "toy"
-WORDS = ["<pad>", "<eos>", *"0123456789", "+", "=", " "]
+WORDS = ["<pad>", "<eos>", *"0123456789", "+", "=", "Ġ"]  # the last is a space, as Qwen2's tokenizer writes it
 
 
 def build(folder=FOLDER, words=WORDS, chat_template=None):

@@ -13,7 +13,7 @@ import ray
 import config as configuration
 import scoring
 import train_ppo
-from recipes import toy
+from recipes import guess, toy
 
 TOY, GUESS = ["--config", "recipes/toy.yaml"], ["--config", "recipes/guess.yaml"]
 BARE = [*TOY, "data.val=null", "validation.every=0"]
@@ -78,6 +78,7 @@ ROWS = {  # files of rows: the name, what is in it, what is said of it
     "columns": (lines({"question": "1+1=", "answer": "2"}), "row 0 has question, answer, but not text or mess"),
     "late": (lines(*GOOD, {"prompt": "1+1="}), "row 25 has prompt, but not text or messages as data.prompt_key="
              "prompt and something as data.answer_key=answer"),
+    "letter": (lines(*GOOD, {"prompt": "1 x 1=", "answer": "1"}), "row 25, '1 x 1=': no tokens for ['x']"),  # a tokenizer of characters does not drop one in silence
     "null": (lines({"prompt": None, "answer": "2"}), "row 0 has prompt, answer, but not text or messages"),
     "chat": (lines({"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}), "chat template"),
     "roleless": (lines({"prompt": [{"content": "1+1="}], "answer": "2"}), "must be messages with role and con"),
@@ -98,20 +99,23 @@ def folder(tmp_path_factory):
 
 
 def model(folder, name, without=(), **changes):
-    """A copy of the toy's model, without some files and with changes to its config."""
+    """A copy of the toy's model, without some files and with changes to its config, where None deletes."""
     copy = folder / name
     shutil.copytree(toy.build(), copy)
     for pattern in without:
         for path in copy.glob(pattern):
             path.unlink()
     shape = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(shape | changes))
+    shape = {key: value for key, value in (shape | changes).items() if value is not None}
+    (copy / "config.json").write_text(json.dumps(shape))
     return copy
 
 
 @pytest.fixture
 def refusal(capsys, monkeypatch):
     """refusal(word, ...) gives the command and returns the line with which it is refused, in this process."""
+    toy.build(), guess.build()  # transformers shows how it saves them, once
+
     def start(*_, **__):
         raise AssertionError("processes are about to start")
 
@@ -231,6 +235,14 @@ def test_tools_need_a_chat_template(folder, refusal):
     ("model.path=NAME must have files like *.safetensors", ["*.safetensors"], {}),
     ("model.path=NAME must have files like tokenizer*", ["tokenizer*"], {}),
     ("trust_remote_code", [], {"auto_map": {"AutoConfig": "code.Shape"}, "model_type": "new"}),
+    ("SGLang cannot run GPTNeoXForCausalLM without a GPU", [], {"architectures": ["GPTNeoXForCausalLM"]}),
+    ("mamba has no attention heads", [],
+     {"model_type": "mamba", "num_attention_heads": None, "layer_types": None}),
+    ("NAME: Validation error for field 'hidden_size'", [], {"hidden_size": "wide"}),
+    ("actor.share_prompt=false and model.sp=1 are needed for NAME, which has layers with sliding_attention", [],
+     {"layer_types": ["full_attention", "sliding_attention"]}),
+    ("which has layers with sliding_window=8", [],
+     {"model_type": "mistral", "sliding_window": 8, "layer_types": None}),
     ("qwen99", [], {"model_type": "qwen99"}), ("max_position_embeddings", [], {"max_position_embeddings": 9}),
 ])
 def test_models(message, without, changes, tmp_path, refusal):
@@ -244,11 +256,16 @@ def test_models(message, without, changes, tmp_path, refusal):
     ("reward_model.path=MODEL must be a classifier with one label", ["reward_model.path=recipes/toy.py:build"]),
     ("model.sp=8 must divide the 4 attention heads", ["model.sp=8", "pools.main.devices_per_node=8", "ray.num_cpus=8"]),
     ("model.path=FOLDER/rows.py:raises: KeyError: 'question' (line 3)", ["model.path=FOLDER/rows.py:raises"]),
+    ("model.path=recipes/toy.py:build has 15 words, and the tokenizer of SMALL has 18", ["model.tokenizer=SMALL"]),
+    ("critic.path=recipes/toy.py:build has 15 words, and the tokenizer of SMALL has 18",
+     ["model.path=SMALL", "critic.path=recipes/toy.py:build", "algorithm.advantage=gae",
+      "critic.mini_batch_size=128"]),
     ("'FOLDER/file' must be a folder", ["model.path=FOLDER/file"]), ("liger-kernel", ["model.liger=true"]),
 ])
 def test_options_of_models(message, words, folder, refusal, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    names = {"FOLDER": str(folder), "MODEL": str(toy.build())}
+    there = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "liger_kernel" else there(name))
+    names = {"FOLDER": str(folder), "MODEL": str(toy.build()), "SMALL": str(guess.build())}
     for name, value in names.items():
         message, words = message.replace(name, value), [word.replace(name, value) for word in words]
     assert message in refusal(*TOY, "actor.lora_rank=4", *words)
@@ -264,6 +281,8 @@ def test_options_of_models(message, words, folder, refusal, monkeypatch):
     ("ray.address=cluster must be auto, or host:port of a Ray: invalid literal", ["ray.address=cluster"]),
     ("FOLDER/file must be a folder", ["trainer.dir=FOLDER/file"]),
     ("FOLDER/file must be a folder", ["trainer.dir=FOLDER/file/run"]),
+    ("trainer.dir='~/run' must not begin with ~", ["trainer.dir=~/run"]),
+    ("model.path='~/model' must not begin with ~", ["model.path=~/model"]),
 ])
 def test_machine(message, words, folder, refusal):
     words = [word.replace("FOLDER", str(folder)) for word in words]

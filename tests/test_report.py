@@ -6,6 +6,8 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pytest
+
 import report
 
 ROOT = Path(report.__file__).parent
@@ -22,6 +24,7 @@ SAMPLES = [
     {**SAMPLE, "step": 1, "uid": 1, "response": "2", "transcript": [
         {"role": "assistant", "content": "call"}, {"role": "tool", "name": "sum", "content": "<b>2</b>"},
         {"role": "assistant", "content": "2"}]},
+    {**SAMPLE, "step": 1, "uid": 2, "response": " \n"},
 ]
 
 
@@ -53,7 +56,7 @@ def test_the_page_stands_alone_and_escapes_what_a_model_wrote(tmp_path):
     page = Page(report.write(run_directory(tmp_path)))
     assert "script" not in page.tags and "link" not in page.tags
     for text in ("<script>alert(1)</script>", "user: 1+1?", "the end", "# <config>", "val/sums$x$<b>/mean@1",
-                 "tool: sum: <b>2</b>"):
+                 "tool: sum: <b>2</b>", r"' \n'"):
         assert text in page.words
     links = [value for name, value in page.attributes if name in ("src", "href", "xlink:href", "data")]
     assert all(link.startswith("#") for link in links)
@@ -77,6 +80,13 @@ def test_a_step_repeated_by_a_resumed_run_counts_once(tmp_path):
     again = [{"step": 1, "time/rollout": 118.0}]
     page = Page(report.write(run_directory(tmp_path, metrics=METRICS + again)))
     assert "2.0 minutes" in page.words
+
+
+def test_a_process_that_always_holds_the_most_is_not_drawn_on_the_frame():
+    axes = report.Figure().subplots()
+    report.memory(axes, [{"step": 1, "mem/sync/trainer0": 1200.0, "mem/sleep/trainer0": 1199.0}],
+                  ["mem/sync/trainer0", "mem/sleep/trainer0"])
+    assert axes.get_ylim() == pytest.approx((0, 1320))
 
 
 def test_the_code_is_within_its_budget_and_the_readme_says_so():

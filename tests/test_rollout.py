@@ -5,6 +5,7 @@ The last test leaves it broken, so it has to stay last.
 
 import copy
 import itertools
+import json
 import sys
 import time
 import weakref
@@ -372,3 +373,11 @@ def test_wrong_weight_is_an_error(engine, model):
         engine.generate(batch_of(1), step=0, sampling=GREEDY)
     engine.shutdown()
     assert not psutil.pid_exists(scheduler)
+
+
+def test_an_engine_that_cannot_start_says_why(path, model, tmp_path):
+    """SGLang's own last line is about a scheduler that died, and the reason would stand far above it."""
+    config = json.loads((path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_act": "cubic"}))
+    with pytest.raises(RuntimeError, match=f"SGLang cannot run {tmp_path}: .*cubic"):
+        start(tmp_path)
