@@ -4,8 +4,9 @@ SmolLM2-135M, 8 prompts of about 45 tokens, 8 completions each of at most 32 tok
 with the same settings. The two take turns, step by step, in one run: this machine's speed changes from minute to
 minute. TRL's GRPOTrainer runs in an environment of its own (bench/.trl, made on first use), with its faster settings:
 no gradient checkpointing, one pass for old and new log-probs, and float32 or bfloat16, whichever was faster in a trial
-of two steps before (both at once would not fit into 24 GiB). Ours is the default launch: Ray, an FSDP2 worker, the SGLang engine in processes of its own; a step holds sync, rollout, rewards,
-update. The first step of each is not counted. The last line is `ratio X`, TRL's time over ours.
+of two steps before (both at once would not fit into 24 GiB). Ours is the default launch: Ray, an FSDP2 worker, the
+SGLang engine in processes of its own; a step holds sync, rollout, rewards, update. The first step of each is not
+counted. docs/vs_trl.svg is drawn from the medians. The last line is `ratio X`, TRL's time over ours.
 """
 import json
 import statistics
@@ -170,10 +171,30 @@ def report(ours, peers, dtype):
         speed = PROMPTS * COMPLETIONS * row["length"] / row["total"]
         print(f"| {name} | {row['total']:.1f} | {row['generate']:.1f} | {row['total'] - row['generate']:.1f} | {speed:.0f} |")
     mine, *_, best = table.values()
+    draw({"kilo-ppo": mine, "TRL": best})
     for part in ("generate", "rest"):
         a, b = (row["generate"] if part == "generate" else row["total"] - row["generate"] for row in (best, mine))
         print(f"{part}: {a / b:.2f} times")
     print(f"ratio {best['total'] / mine['total']:.2f}")
+
+
+def draw(table):
+    """The bars of docs/vs_trl.svg, of {name: a row of the table}."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 1.8))
+    names, generate = list(table), [row["generate"] for row in table.values()]
+    rest = [row["total"] - row["generate"] for row in table.values()]
+    axes.barh(names, generate, label="generate, with weight sync")
+    axes.barh(names, rest, left=generate, label="rewards and update")
+    axes.invert_yaxis()
+    axes.set_xlabel("median step (s): SmolLM2-135M, 64 completions of at most 32 tokens, 2 cores")
+    axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(ROOT / "docs" / "vs_trl.svg")
 
 
 if __name__ == "__main__":

@@ -325,7 +325,7 @@ def test_activations_are_those_of_a_pass_with_real_tensors(words):
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     """(config, rows of metrics) of two steps of a model that is large against noise: random, 38 million
-    parameters, with a vocabulary in which hardly any response ends before it is full. Each of the four
+    parameters, with a vocabulary in which hardly any response ends before it is full. Each of the two
     prompts, with its 16 responses, fills a micro-batch."""
     folder, directory = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("run") / "run"
     toy = data.resolve_model("recipes/toy.py:build")
@@ -335,8 +335,8 @@ def measured(tmp_path_factory):
     Qwen2ForCausalLM(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(toy).save_pretrained(folder)
     words = [f"model.path={folder}", "data.val=null", "validation.every=0", "reward.function=number",
-             "data.batch_size=4", "rollout.n=16", "rollout.max_response_length=63", "rollout.kv_tokens=4352",
-             "actor.mini_batch_size=64", "actor.max_tokens_per_device=1024", "trainer.steps=2"]
+             "data.batch_size=2", "rollout.n=16", "rollout.max_response_length=63", "rollout.kv_tokens=2176",
+             "actor.mini_batch_size=32", "actor.max_tokens_per_device=1024", "trainer.steps=2"]
     run = Run(directory, *words)
     assert run.wait() == 0, run.log.read_text()[-3000:]
     return configuration.load(TOY[1:], words), run.rows()

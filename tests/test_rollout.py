@@ -362,6 +362,14 @@ def test_device_names():
     assert names == ["6", "6", "3", "MIG-1a2b", "1"]
 
 
+def test_an_engine_that_cannot_start_says_why(path, model, tmp_path):
+    """SGLang's own last line is about a scheduler that died, and the reason would stand far above it."""
+    config = json.loads((path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_act": "cubic"}))
+    with pytest.raises(RuntimeError, match=f"SGLang cannot run {tmp_path}: .*cubic"):
+        start(tmp_path)
+
+
 def test_wrong_weight_is_an_error(engine, model):
     """Of a wrong shape: it raises with the reason, nothing can be generated after it, and no process stays."""
     scheduler = engine._processes[0].pid
@@ -373,11 +381,3 @@ def test_wrong_weight_is_an_error(engine, model):
         engine.generate(batch_of(1), step=0, sampling=GREEDY)
     engine.shutdown()
     assert not psutil.pid_exists(scheduler)
-
-
-def test_an_engine_that_cannot_start_says_why(path, model, tmp_path):
-    """SGLang's own last line is about a scheduler that died, and the reason would stand far above it."""
-    config = json.loads((path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_act": "cubic"}))
-    with pytest.raises(RuntimeError, match=f"SGLang cannot run {tmp_path}: .*cubic"):
-        start(tmp_path)
