@@ -353,6 +353,9 @@ def check_methods(config, now, require):
     require(sampled, "validation.n", "must be 1 with validation.temperature=0: all samples would be the same")
     scored = config.reward.function != "none" or config.reward_model.path or rollout.interaction
     require(scored, "reward.function", "needs reward_model.path or rollout.interaction")
+    masked = config.model.attn_implementation in ("sdpa", "flex_attention")
+    require(masked or not actor.share_prompt or rollout.n == 1, "model.attn_implementation",
+            "must be sdpa or flex_attention for packed prompts; or set actor.share_prompt=false")
     remax = algorithm.advantage == "remax"
     require(not rollout.oversample or not remax, "rollout.oversample", "must be 0 for remax")
 

@@ -15,6 +15,7 @@ from peft import LoraConfig
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 from transformers import get_cosine_with_min_lr_schedule_with_warmup as cosine_schedule
 
@@ -92,6 +93,24 @@ def token_values(forward, inputs, predictors):
     """What replaces the forward of a critic: the value [N] at the position that predicts each response
     token."""
     return (forward(**inputs, use_cache=False).logits.flatten(0, 1)[predictors, 0].float(),)
+
+
+def packed_mask(segment, attention):
+    """What the tokens of packed rows may see, from each one's segment [B, T]: 0 is the prompt, 1, 2, ... are
+    its responses, -1 is padding. A token sees the prompt and its own segment, up to itself.
+
+    Returns bool [B, 1, T, T], or for flex_attention a BlockMask, whose empty blocks cost nothing. Other kinds
+    of attention would take a bool mask for numbers to be added, so config.py refuses them.
+    """
+    def visible(row, head, query, key):
+        same = segment[row, query] == segment[row, key]
+        return (query >= key) & (same | (segment[row, key] == 0))
+
+    rows, width = segment.shape
+    if attention == "flex_attention":
+        return create_block_mask(visible, rows, None, width, width, segment.device)
+    row, place = (torch.arange(size, device=segment.device) for size in (rows, width))
+    return visible(row[:, None, None], None, place[:, None], place)[:, None]
 
 
 # ---- Ulysses sequence parallelism (arXiv 2309.14509) -------------------------------------------------------

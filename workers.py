@@ -26,7 +26,8 @@ from transformers.utils import logging as transformers_logging
 
 import algos
 import data
-from models import VALUED, build_model, build_optimizer, gather_tokens, sequence_shard, ulysses_attention
+from models import VALUED, build_model, build_optimizer, gather_tokens, packed_mask, sequence_shard
+from models import ulysses_attention
 from rollout import Rollout
 
 # The token columns that losses are made from, and those that a forward pass gives.
@@ -36,17 +37,17 @@ SCORES = {"actor": ("old_logprobs", "entropy"), "ref": ("ref_logprobs",), "criti
           "reward": ("model_scores",)}
 
 
-def pack(batch, units, device, multiple=1):
+def pack(batch, units, device, multiple=1, attention="sdpa"):
     """Lay out units (lists of row indices of one prompt) as padded rows: prompt, response 1, response 2, ...
 
     Positions restart after the prompt for every response, and the mask lets a response see the prompt and
     itself only, so that a group's prompt is computed once. The last token of a response predicts nothing that
     is used and is left out.
 
-    Returns the model's inputs (input_ids [B, T], position_ids [B, T], attention_mask [B, 1, T, T] or None
-    where every row holds one response and plain causal attention is right; T is a multiple of `multiple`),
-    and for all responses in order of the units the flat position in B*T that predicts each response token: a
-    list of 1-D tensors.
+    Returns the model's inputs (input_ids [B, T], position_ids [B, T], attention_mask of `packed_mask` for
+    this kind of attention, or None where every row holds one response and plain causal attention is right; T
+    is a multiple of `multiple`), and for all responses in order of the units the flat position in B*T that
+    predicts each response token: a list of 1-D tensors.
     """
     ids, positions, segments, predictors = [], [], [], []
     for unit in units:
@@ -65,10 +66,7 @@ def pack(batch, units, device, multiple=1):
     columns = {"input_ids": ids, "position_ids": positions}
     inputs = {name: data.pad(rows, width=width).to(device) for name, rows in columns.items()}
     if any(len(unit) > 1 for unit in units):
-        segment = data.pad(segments, -1, width)
-        same = segment[:, None, :] == segment[:, :, None]
-        causal = torch.ones(width, width, dtype=torch.bool).tril()
-        mask = ((same | (segment == 0)[:, None, :]) & causal)[:, None].to(device)
+        mask = packed_mask(data.pad(segments, -1, width).to(device), attention)
     return inputs | {"attention_mask": mask}, [row * width + position for row, position in predictors]
 
 
@@ -201,7 +199,8 @@ class Worker:
         columns = {name: data.pad([batch[name][row] for row in rows]).to(self.device) for name in names}
         columns["response_mask"] = columns["response_mask"] * weight
         written = columns["response_mask"].bool()
-        inputs, predictors = pack(batch, units, self.device, self.sequence.size())
+        layout = self.sequence.size(), self.config.model.attn_implementation
+        inputs, predictors = pack(batch, units, self.device, *layout)
         flat = torch.cat([batch["response_mask"][row] for row in rows]).bool() & bool(weight)
         predictors = torch.cat(predictors)[flat].to(self.device)
         inputs, mine, predictors = sequence_shard(inputs, predictors, self.sequence)

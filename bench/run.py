@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-PROGRAMS = ("vs_trl 5", "step", "decode", "decode 64 32 bfloat16", "logprob_memory", "agent_overhead", "startup", "growth",
+PROGRAMS = ("vs_trl 4", "step", "decode", "decode 64 32 bfloat16", "logprob_memory", "agent_overhead", "startup", "growth",
             "advantages", "size")
 PACKAGES = ("torch", "transformers", "sglang", "ray")
 

@@ -276,7 +276,8 @@ IDLE = [  # a word, what makes it have no effect, what makes it have one, the re
     ("validation.n=2", ["validation.temperature=1"], ["validation.temperature=1", "data.val=reasoning_gym:chain_sum"], "data.val is null"),
     ("reward_model.weight=2", [], ["reward_model.path=org/name"], "reward_model.path is null"),
     ("actor.lora_alpha=8", [], ["actor.lora_rank=8"], "actor.lora_rank is 0"),
-    ("model.attn_implementation=eager", ["model.sp=2", "pools.main.devices_per_node=2"], [], "model.sp is above 1"),
+    ("model.attn_implementation=eager", ["model.sp=2", "pools.main.devices_per_node=2"],
+     ["actor.share_prompt=false"], "model.sp is above 1"),
     ("ray.num_cpus=2", ["ray.address=auto"], [], "ray.address is given"),
     *((f"{section}.{option}", [f"{chooser}={idle}"], [f"{chooser}={used}"], f"{chooser} is {idle}")
       for section, chooser, option, used, idle in (

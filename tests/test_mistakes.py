@@ -252,7 +252,8 @@ def test_models(message, without, changes, tmp_path, refusal):
 
 @pytest.mark.parametrize("message, words", [
     ("model.overrides={'nope': 1}: the config of ", ["model.overrides.nope=1"]),
-    ("flash", ["model.attn_implementation=flash"]), ("actor.lora_targets=nope: ", ["actor.lora_targets=nope"]),
+    ("flash", ["model.attn_implementation=flash", "actor.share_prompt=false"]),
+    ("model.attn_implementation='eager' must be sdpa or flex_attention for packed prompts", ["model.attn_implementation=eager"]), ("actor.lora_targets=nope: ", ["actor.lora_targets=nope"]),
     ("reward_model.path=MODEL must be a classifier with one label", ["reward_model.path=recipes/toy.py:build"]),
     ("model.sp=8 must divide the 4 attention heads", ["model.sp=8", "pools.main.devices_per_node=8", "ray.num_cpus=8"]),
     ("model.path=FOLDER/rows.py:raises: KeyError: 'question' (line 3)", ["model.path=FOLDER/rows.py:raises"]),

@@ -9,6 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 from peft import PeftModel
+from torch.nn.attention.flex_attention import create_mask
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers import Qwen2ForSequenceClassification, Qwen2ForTokenClassification
 
@@ -254,6 +255,37 @@ def test_the_terms_of_the_actors_loss_have_their_signs():
         words = f"actor.kl_coef={kl_coef}", f"actor.entropy_coef={entropy_coef}", "actor.kl_estimator=k2"
         loss, _ = Worker.actor_loss(types.SimpleNamespace(config=load([], words)), columns, logprobs, entropy, norm)
         assert loss.item() == pytest.approx(expected)
+
+
+def test_what_packed_tokens_see():
+    """A prompt of two tokens with responses of two and one, and padding; and flex_attention's blocks say the same."""
+    from models import packed_mask
+
+    segment = torch.tensor([[0, 0, 1, 1, 2, -1], [0, 1, 2, 2, 2, 2]])
+    dense = packed_mask(segment, "sdpa")
+    assert dense.shape == (2, 1, 6, 6) and dense[0, 0].int().tolist() == [
+        [1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 1, 0],
+        [1, 1, 0, 0, 0, 1]]
+    seen = packed_mask(segment, "flex_attention").mask_mod
+    assert torch.equal(create_mask(seen, 2, None, 6, 6, "cpu"), dense)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "flex_attention"])
+def test_attention_obeys_the_mask(model_path, plain, attention):
+    """Packed log-probs by each kind of attention are those of plain rows; with a mask in a form that it takes for
+    something else they would not be. Flex has no backward pass on CPU: tests/gpu has that."""
+    from models import token_logprobs
+    from workers import pack
+
+    batch = make_batch()
+    units = [list(range(start, start + 4)) for start in range(0, 16, 4)]
+    inputs, predictors = pack(batch, units, "cpu", attention=attention)
+    model = AutoModelForCausalLM.from_pretrained(model_path, attn_implementation=attention).eval()
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        logprobs, _ = token_logprobs(model, inputs, torch.cat(predictors), torch.cat(batch["response_ids"]), TEMPERATURE, False)
+    for row, mine in enumerate(logprobs.split([len(ids) for ids in batch["response_ids"]])):
+        expected = plain["scores"][row]["old_logprobs"]
+        torch.testing.assert_close(mine * batch["response_mask"][row], expected, atol=1e-5, rtol=0)
 
 
 def few_main(rank, world, folder, config):

@@ -16,8 +16,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import algos
 from config import load
+from models import token_logprobs
 from rollout import Rollout
-from workers import Worker
+from workers import Worker, pack
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 MIB = 2**20
@@ -98,6 +99,23 @@ def test_an_update_on_one_rank(worker):
     metrics = worker.update(batch, "actor", algos.normaliser(batch["response_mask"], 256.0))
     assert abs(metrics["actor/ppo_kl"]) < 1e-3 and metrics["actor/skipped_updates"] == 0
     assert all(not torch.equal(before[name], weight) for name, weight in worker.full_tensors("actor"))
+
+
+def test_flex_attention_is_sdpa(path):
+    """Log-probs and gradients of packed rows in float32, by blocks and by a dense mask."""
+    batch, seen = make_batch(), {}
+    units = [list(range(start, start + 4)) for start in range(0, 16, 4)]
+    labels = torch.cat(batch["response_ids"]).cuda()
+    for attention in ("sdpa", "flex_attention"):
+        model = Qwen2ForCausalLM.from_pretrained(path, attn_implementation=attention, dtype=torch.float32).cuda()
+        inputs, predictors = pack(batch, units, "cuda", attention=attention)
+        logprobs, _ = token_logprobs(model, inputs, torch.cat(predictors).cuda(), labels, 1.0, False)
+        logprobs.mean().backward()
+        seen[attention] = logprobs.detach(), [parameter.grad for parameter in model.parameters()]
+    (logprobs, gradients), (others, other_gradients) = seen.values()
+    torch.testing.assert_close(logprobs, others, atol=1e-3, rtol=0)
+    for gradient, other in zip(gradients, other_gradients, strict=True):
+        assert (gradient - other).norm() <= 1e-3 * gradient.norm()
 
 
 def test_memory_stages_and_graphs(worker):
