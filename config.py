@@ -11,6 +11,7 @@ import ctypes
 import difflib
 import importlib.util
 import inspect
+import json
 import os
 import re
 import signal
@@ -481,8 +482,6 @@ def check_start(config):
 
 def check_model(config):
     """Raises ValueError if the engine cannot run the actor's model on this machine, where that is known."""
-    import json
-
     import torch
 
     import data
@@ -498,8 +497,6 @@ def check_model(config):
 def check_vocabularies(config):
     """Raises ValueError if a model has fewer words than the tokenizer whose ids it will read, where the two
     are not of one folder. Their numbers need not be equal: many models are padded."""
-    import json
-
     import data
 
     now = options_in(config)

@@ -18,6 +18,7 @@ from recipes import toy
 from runs import Run, repeatable
 
 
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 FOUR_STEPS = "trainer.steps=4", "validation.every=2"
 # train_ppo.py, but the second rank fails in its third update.
 FAILING = """
@@ -112,7 +113,7 @@ def test_a_run_that_is_ended_and_killed_continues_as_if_it_was_not(straight, tmp
 def test_pools_and_a_rank_that_raises(straight, tmp_path):
     """Two Ray workers have the actor and a third one, in a pool of its own, the reference; they learn what the
     straight run has recorded. The first step is its first step. Then a rank raises while the other one waits
-    for it: the run ends with that traceback."""
+    for it: the run ends with that traceback. Two ranks under torchrun have the same numbers."""
     pools = ["ray.num_cpus=3", "pools.main.devices_per_node=2", "pools.main.roles=[actor, rollout]",
              "pools.b={nodes: 1, devices_per_node: 1, roles: [ref]}", "actor.kl_coef=0.1"]
     run = Run(tmp_path / "pools", *pools, "trainer.steps=4", f"trainer.replay={straight.directory}/records",
@@ -127,17 +128,22 @@ def test_pools_and_a_rank_that_raises(straight, tmp_path):
     held = {name.partition("/update_actor/")[2] for name in first if name.startswith("mem/update_actor/")}
     assert held == {"main_trainer0", "main_trainer1", "b_trainer0"}
 
+    spmd = Run(tmp_path / "spmd", "actor.kl_coef=0.1", "trainer.steps=2", f"trainer.replay={straight.directory}/records",
+               command=TORCHRUN)  # two ranks in place of Ray's two workers
+    assert spmd.wait() == 0, spmd.log.read_text()[-3000:]
+    for ours, rays in zip(repeatable(spmd.rows()), repeatable(run.rows()), strict=True):
+        assert ours == pytest.approx(rays, rel=1e-6, abs=1e-6)
+
 
 def test_two_ranks_share_sequences_and_an_engine(tmp_path):
     """Two SPMD ranks: Ulysses, one tensor-parallel engine, an adapter whose absence is the reference, a reward
     model beside a function that raises for one prompt, which costs only its samples, and an export."""
     shape = AutoConfig.from_pretrained(toy.build(), num_labels=1)
     Qwen2ForSequenceClassification(shape).save_pretrained(tmp_path / "reward")
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     options = ["model.sp=2", "rollout.tp=2", "actor.lora_rank=4", "actor.kl_coef=0.01", "trainer.export=true",
                "trainer.profile_steps=[2, 9]",  # of the steps that there are
                f"reward_model.path={tmp_path}/reward", "reward.function=tests/rewards.py:raises_on_zero"]
-    run = Run(tmp_path / "spmd", *options, "trainer.steps=2", "validation.before=false", command=torchrun)
+    run = Run(tmp_path / "spmd", *options, "trainer.steps=2", "validation.before=false", command=TORCHRUN)
     assert run.wait(400) == 0, run.log.read_text()[-3000:]
     run.assert_nothing_left()
     rows = run.rows()
