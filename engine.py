@@ -16,11 +16,12 @@ from pathlib import Path
 from unittest import mock
 
 import psutil
-import ray
 
 
 def free_address():
     """address:port of a free port of this machine."""
+    import ray  # which reads its environment when it is imported: train_ppo.run sets that first
+
     with socket.socket() as probe:
         probe.bind(("", 0))
         return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"

@@ -31,6 +31,7 @@ class Run:
         self.answers = self.log.with_suffix(".answers")
         arguments = ["train_ppo.py", "--config", "recipes/toy.yaml", f"trainer.dir={directory}", *overrides]
         environment = os.environ | {"KILO_TEST": self.mark, "KILO_ANSWERS": str(self.answers)}
+        environment.pop("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", None)  # of a train_ppo.run in this process
         self.start = time.monotonic()
         with open(self.log, "a") as log, open(self.errors, "a") as errors:
             self.process = subprocess.Popen(

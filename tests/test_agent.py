@@ -480,13 +480,18 @@ def test_no_barrier_between_turns(awake):
     chain take, at the speed of 64 requests that decode together. A barrier would make it the sum of each turn's
     longest."""
     together, often = {"temperature": 1.0, "ignore_eos": True}, {"temperature": 1.0, "logit_bias": {"1": 3.5}}
-    awake.generate(batch_of([1] * 64), step=1, sampling=together)  # warm
-    start = time.monotonic()
-    awake.generate(batch_of([1] * 64), step=2, sampling=together)
-    token = (time.monotonic() - start) / 24
-    start = time.monotonic()
-    answered = awake.generate(batch_of([1 + number % 8 for number in range(64)]), step=3, sampling=often)
-    seconds = time.monotonic() - start
+
+    def fastest(turns, sampling):
+        """(seconds, what was answered): of three times, as a machine's other work only adds to them."""
+        seconds = []
+        for _ in range(3):
+            start = time.monotonic()
+            answered = awake.generate(batch_of(turns), step=3, sampling=sampling)
+            seconds.append(time.monotonic() - start)
+        return min(seconds), answered
+
+    token = fastest([1] * 64, together)[0] / 24
+    seconds, answered = fastest([1 + number % 8 for number in range(64)], often)
     assert sorted(answered["turns"]) == sorted(1 + number % 8 for number in range(64))
     chain = max(int(mask.sum()) for mask in answered["response_mask"])
     assert chain < 8 * 24 / 1.3  # or a barrier could not be seen

@@ -383,6 +383,14 @@ def test_a_misspelt_key_is_answered_without_heavy_imports():
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True, timeout=90) == "set()\n"
 
 
+def test_ray_is_not_imported_before_its_environment_is_set():
+    """It reads at its import whether to listen on loopback only, and train_ppo.run says so later."""
+    code = ("import sys, train_ppo, config; config.from_command_line('train_ppo.py', ['--config', 'recipes/toy.yaml'])\n"
+            "print('torch' in sys.modules, 'ray' in sys.modules)")
+    shown = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True, timeout=90)
+    assert shown.splitlines()[-1] == "True False"
+
+
 def test_commands_that_are_refused(refusal, monkeypatch, capsys):
     assert "--conf" in refusal("--conf", "recipes/toy.yaml") and "--config" in refusal("--config")
     with pytest.raises(SystemExit):

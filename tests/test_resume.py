@@ -55,11 +55,15 @@ def saved(run, step):
     return (run.directory / "checkpoints" / f"step_{step}").exists()
 
 
-def engine_in_rollout(run):
-    """The engine's process, in the middle of a rollout: Ray puts a worker's method into its title."""
-    # A title is empty for the moment in which it is written anew.
-    worker, engine = (until(run, lambda: run.processes(title))[0] for title in ("ray::Worker", "sglang::sch"))
+def kill_in_rollout(run, step, dead=None):
+    """SIGKILL of the engine in the middle of a rollout after this step; `dead` is one that was killed before.
+    Returns its process."""
+    # It is looked for early: a slow machine may need longer for that than for the steps that are left.
+    engine = until(run, lambda: [p for p in run.processes("sglang::sch") if p != dead])[0]
+    worker = engine.parent()  # Ray puts its method into its title, which is empty while it is written anew
+    until(run, lambda: saved(run, step))
     until(run, lambda: worker.cmdline()[0] == "ray::Worker.generate")
+    engine.kill()
     return engine
 
 
@@ -139,13 +143,10 @@ def killed_runs(directory):
         with open(directory / name, "a") as file:
             file.write('{"step": 5, "val')  # a kill may also cut a line
 
-    second, killed = start(directory, "trainer.max_restarts=1"), []
-    for step in (4, 6):
-        until(second, lambda: saved(second, step))
-        killed.append(engine_in_rollout(second))
-        killed[-1].kill()
-        if step == 4:
-            until(second, lambda: "restart 1 of 1" in second.errors.read_text(), timeout=60)
+    second = start(directory, "trainer.max_restarts=1")
+    killed = [kill_in_rollout(second, 4)]
+    until(second, lambda: "restart 1 of 1" in second.errors.read_text(), timeout=60)
+    killed.append(kill_in_rollout(second, 6, dead=killed[0]))
     second.code = second.wait(60)
     second.assert_nothing_left()
     return SimpleNamespace(first=first, second=second, engines=[engine.pid for engine in killed])
