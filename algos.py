@@ -11,7 +11,7 @@ What a method reads stands in its signature, keyword-only: inputs by the names i
 names in config.yaml, and constants of the method with a default.
 
 Not here: log-probs and entropy (the worker computes them in chunks, next to the logits), and whatever knows
-of devices or ranks. verl 0.9.1 gives the same numbers (tests/test_golden.py); docstrings say where we differ.
+of devices or ranks. verl 0.9.1 gives the same numbers (tests/test_golden.py). Docstrings say where we differ.
 """
 import inspect
 

@@ -1,7 +1,7 @@
 """Data: rows from any source, prompts as token ids, the batch and its splitting.
 
 A batch is a plain dict of equal-length lists, one entry per response (before generation: per prompt).
-Token-level columns are 1-D tensors over that response; `pad` is for who needs them as one tensor. A prompt
+Token-level columns are 1-D tensors over that response. `pad` is for who needs them as one tensor. A prompt
 becomes ids exactly once, and these go to the engine and to the trainer. Which rows share a forward pass is
 planned here (`micro_batches`) and laid out in workers.py. Left out: streaming (rows are kept in memory).
 
@@ -126,7 +126,7 @@ def on_hub(spec):
 def encode(tokenizer, prompt, system=None, tools=None):
     """(the prompt as asked, its ids): the chat template, or else special tokens, applied exactly once.
 
-    With a chat template a string becomes a user message, with `system` before it; without one it stays text,
+    With a chat template a string becomes a user message, with `system` before it. Without one it stays text,
     and transformers raises ValueError for messages and for `system`. The template shows `tools`, JSON
     schemas, to the model; for one that does not, `system` may have "{tools}" in it.
     """

@@ -1,7 +1,7 @@
 """The rollout engine: SGLang inside the worker process. Token ids in, token ids and their log-probs out.
 
 Every rank has a `Rollout`. The first rank of a tensor-parallel group owns the engine, whose schedulers are
-processes of their own; the other ranks only help to gather the weights. The order of calls is strict,
+processes of their own. The other ranks only help to gather the weights. The order of calls is strict,
 
     resume("weights") -> update_weights -> resume("kv_cache") -> generate ... -> release
 
@@ -34,7 +34,7 @@ ALIGNMENT = 16  # bytes; a tensor of any type may start at a multiple of it
 class Rollout:
     """One rank's part of the engine.
 
-    model_path: folder in Hugging Face format; only its configs are read, weights come by `update_weights`.
+    model_path: folder in Hugging Face format. Only its configs are read, weights come by `update_weights`.
     tokenizer: for agent.py, and for the id that ends a turn; SGLang knows those of the model's configs.
     device: "cpu", or "cuda", where the current device is the first of the engine's.
     mesh: DeviceMesh over all ranks, one of its dimensions named "tp".
@@ -82,7 +82,7 @@ class Rollout:
         `temperature` (0 is greedy). share: as soon as this share of the prompts is complete, in all of its
         samples, the rest is aborted.
         Returns the batch with `response_ids` (1-D int64, the token that ended it included), `response_mask`
-        (1-D float32), `rollout_logprobs` (1-D float32, at the sampling temperature; at 1 when greedy),
+        (1-D float32), `rollout_logprobs` (1-D float32, at the sampling temperature, at 1 when greedy),
         `turns` (int) and `finish_reason` ("stop", "length", "turns", "error" or "abort").
         Raises RuntimeError before a whole sync, when a request fails, and when an engine process has died.
         """
@@ -139,7 +139,7 @@ class Rollout:
 
         named_tensors: iterator of (Hugging Face name, full tensor on this rank's device). A tensor is copied
         into a bucket of `rollout.bucket_mb` before the next one is asked for: one of each is all there is.
-        Raises RuntimeError when the engine refuses a weight; nothing can be generated after that.
+        Raises RuntimeError when the engine refuses a weight. Nothing can be generated after that.
         """
         if self._engine:
             self._expect("resumed", "update_weights")

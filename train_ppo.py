@@ -3,7 +3,7 @@
 python train_ppo.py --config recipes/chain_sum.yaml actor.lr=2e-6
 
 One process drives: it draws prompts, has them answered, scored and turned into advantages, and has the
-workers learn. It touches no tensor on a device; workers.py does, and rollout.py has the engine. `Trainer.fit`
+workers learn. It touches no tensor on a device: workers.py does, and rollout.py has the engine. `Trainer.fit`
 and `Trainer.train_step` are the place to start reading. Left out on purpose: pipelining of rollout and
 update, streaming of data, other backends.
 """
@@ -66,7 +66,7 @@ class WorkerGroup:
 class SpmdGroup(WorkerGroup):
     """This process is one of the ranks: torchrun starts them all, launch=local has one.
 
-    Every rank runs the same loop; results are gathered on all, so that all loops see the same batches and
+    Every rank runs the same loop. Results are gathered on all, so that all loops see the same batches and
     numbers.
     """
 
@@ -129,7 +129,7 @@ class Trainer:
     """The step loop. It holds batches and numbers; everything on a device happens in the worker groups.
 
     `launch` is ray, local or torchrun. Only the `main` process (rank 0 under torchrun) writes files and to
-    the screen. Raises ValueError or OSError with one line for a model or data that cannot be used; no process
+    the screen. Raises ValueError or OSError with one line for a model or data that cannot be used. No process
     has started then.
     """
 

@@ -3,7 +3,7 @@ engine.
 
 A `Worker` is told what to do by the trainer, through Ray or directly (torchrun, launch=local). Every method
 that takes a batch is called on all ranks together, each with its own share of the rows. Inside, rows become
-micro-batches of padded model rows; outside, nothing is padded. A worker knows nothing of datasets, rewards or
+micro-batches of padded model rows. Outside, nothing is padded. A worker knows nothing of datasets, rewards or
 steps.
 """
 
@@ -45,7 +45,7 @@ def pack(batch, units, device, multiple=1, attention="sdpa"):
     is used and is left out.
 
     Returns the model's inputs (input_ids [B, T], position_ids [B, T], attention_mask of `packed_mask` for
-    this kind of attention, or None where every row holds one response and plain causal attention is right; T
+    this kind of attention, or None where every row holds one response and plain causal attention is right. T
     is a multiple of `multiple`), and for all responses in order of the units the flat position in B*T that
     predicts each response token: a list of 1-D tensors.
     """
