@@ -218,8 +218,8 @@ class Episode:
         self.tool_calls = self.tool_errors = 0
 
     async def play(self, write):
-        """Turn after turn, until nobody answers ("stop"), there is no room ("length"), `rollout.max_turns`
-        are over ("turns"), or the interaction fails ("error").
+        """Turn after turn, until nobody answers ("stop", or "length" if the turn was cut), there is no room
+        ("length"), `rollout.max_turns` are over ("turns"), or the interaction fails ("error").
 
         write: coroutine function (ids, most tokens, turn) -> (new ids, log-probs, "stop" or "length").
         """
@@ -237,7 +237,7 @@ class Episode:
             written, logprobs, end = await write(prompt + self.ids, most, self.turns)
             self.add(written, 1.0, logprobs)
             self.turns += 1
-            self.finish_reason = "length" if end == "length" and len(self.ids) == agent.room else "stop"
+            self.finish_reason = end  # "length" also where `rollout.max_turn_tokens` has cut the turn
             answers = await self.answers(written[:-1] if end == "stop" else written) if agent.talks else []
             if not answers:
                 return

@@ -31,11 +31,15 @@ def advantage(name, batch, options):
     """(advantages, returns), both [B, T], of estimator `name`, which gets what it reads of the dicts `batch`
     (tensors: token_level_rewards, response_mask and INPUTS) and `options`.
 
-    A row without a score (NaN) or without a trained token is in no statistic and gets advantage 0."""
+    A row without a score (NaN) or without a trained token is in no statistic and gets advantage 0, and so
+    does one whose group has lost all others that way."""
     read = inspect.signature(ADVANTAGES[name]).parameters
     batch = {key: tensor for key, tensor in batch.items() if key in read}
     counted = ~batch["token_level_rewards"].sum(-1).isnan() & (batch["response_mask"].sum(-1) > 0)
     if not counted.all():
+        if "group" in read:
+            left, had = (group_reduce(x.float(), batch["group"], "sum") for x in (counted, counted >= 0))
+            counted &= (left > 1) | (had == 1)
         results = advantage(name, {key: tensor[counted] for key, tensor in batch.items()}, options)
         full, rows = torch.zeros_like(batch["response_mask"]), counted.nonzero().squeeze(-1)
         return tuple(full.index_copy(0, rows, result) for result in results)
@@ -75,8 +79,9 @@ def masked_moments(x, mask):
 
 def whiten(x, mask):
     """x shifted and scaled to mean 0 and standard deviation 1, weighted by mask."""
+    x = x.double()  # in float32 equal rewards of 1000 would get advantages of 0.8, not 0
     mean, variance = masked_moments(x, mask)
-    return (x - mean) * torch.rsqrt(variance + 1e-8)
+    return ((x - mean) * torch.rsqrt(variance + 1e-8)).float()
 
 
 def advantages_backwards(rewards, values, mask, gamma, lam):
@@ -217,7 +222,7 @@ def ppo(log_prob, old_log_prob, advantages, response_mask, *, clip_ratio_low, cl
     """PPO (arXiv 1707.06347) with separate bounds (DAPO, 2503.14476) and dual clip (1912.09729)."""
     difference = log_ratio(log_prob, old_log_prob, response_mask)
     loss, clipped = clipped_surrogate(difference.exp(), advantages, clip_ratio_low, clip_ratio_high)
-    limit = clip_ratio_c * advantages.abs()  # no loss of a positive advantage comes near it
+    limit = torch.where(advantages < 0, -clip_ratio_c * advantages, torch.inf)
     metrics = {"ppo_kl": -difference, "clipfrac": clipped, "clipfrac_lower": (loss > limit).float()}
     return torch.minimum(loss, limit), metrics
 
@@ -342,7 +347,8 @@ def aggregate(loss, response_mask, mode, norm):
 
 
 def k3(difference):
-    """exp(-d) - 1 + d, never negative. -d is clamped before exp, so value and gradient are finite."""
+    """exp(-d) - 1 + d, never negative; at most 10, as in verl. -d is clamped before exp, so value and
+    gradient are finite."""
     x = (-difference).clamp(-20.0, 20.0)
     return (x.exp() - x - 1).clamp(max=10.0)
 
@@ -383,7 +389,8 @@ def value_loss(values, old_values, returns, cliprange_value):
 
 
 def explained_variance(values, returns, response_mask):
-    """1 - Var(returns - values) / Var(returns): 1 is a perfect critic, 0 a constant one."""
+    """1 - Var(returns - values) / Var(returns): 1 is a perfect critic, 0 a constant one. NaN or -inf where
+    all returns are equal."""
     _, variance = masked_moments(returns, response_mask)
     return 1 - masked_moments(returns - values, response_mask)[1] / variance
 

@@ -240,8 +240,9 @@ def pad(tensors, fill=0, width=0):
 
 
 def unpad(tensor, lengths):
-    """The inverse of `pad`: a list of the first lengths[i] entries of each row of (B, T)."""
-    return [row[:length] for row, length in zip(tensor, lengths, strict=True)]
+    """The inverse of `pad`: a list of the first lengths[i] entries of each row of (B, T). They are copies: of
+    a view, pickle writes all that it is a view of, so that to send a row would be to send the whole batch."""
+    return [row[:length].clone() for row, length in zip(tensor, lengths, strict=True)]
 
 
 def conversations(batch, tokenizer, own):
@@ -259,8 +260,7 @@ def conversations(batch, tokenizer, own):
             said = [{"role": "assistant", "content": text}]
             if "transcript" in batch:  # several have said something
                 said = [message for message in batch["transcript"][row] if message["role"] != "error"]
-            chat = [*prompt, *said]
-            ids = own.apply_chat_template(chat, return_dict=False)
+            ids = own.apply_chat_template([*prompt, *said], return_dict=False)
         whole[row] = torch.tensor(ids)
     token, mask, rows = torch.zeros(1, dtype=torch.int64), torch.ones(1), len(whole)
     return {"uid": list(range(rows)), "prompt_ids": whole, "response_ids": [token] * rows,

@@ -1,4 +1,4 @@
-"""What a run writes down beside its checkpoints: lines of numbers and samples, and the batches of its steps.
+"""What a run has in its directory: checkpoints, lines of numbers and samples, and the batches of its steps.
 
 `trainer.record` keeps each step's scored batch, `trainer.replay` learns from such a folder without an engine.
 A kill may come at any moment: a file is written beside, then renamed.
@@ -10,6 +10,12 @@ import zipfile
 from pathlib import Path
 
 import torch
+
+
+def checkpoints(directory):
+    """The whole checkpoints of a run directory, oldest first."""
+    steps = {path.name.removeprefix("step_"): path for path in (directory / "checkpoints").glob("step_*")}
+    return [steps[step] for step in sorted(filter(str.isdigit, steps), key=int)]
 
 
 def record(directory, step, batch, metrics):

@@ -127,8 +127,8 @@ class Rollout:
 
     async def _write(self, ids, sampling):
         """The ids that the engine adds, their log-probs, and why it stopped."""
-        options = {"sampling_params": sampling, "return_logprob": True}
-        answer = await self._engine.async_generate(input_ids=ids, **options)
+        generate = functools.partial(self._engine.async_generate, return_logprob=True)
+        answer = await generate(input_ids=ids, sampling_params=sampling)
         finish, logprobs = answer["meta_info"]["finish_reason"], answer["meta_info"]["output_token_logprobs"]
         if finish["type"] == "abort":
             raise RuntimeError(f"the engine gave up a prompt of {len(ids)} tokens: {finish}")
@@ -234,10 +234,9 @@ class Rollout:
             while not wait([future], timeout=0.5).done:
                 for process in self._processes:
                     if process.exitcode is not None:
-                        raise RuntimeError(
-                            f"engine process {process.pid} has died, exit code {process.exitcode}: its own "
-                            "message is above, if it had time for one; -9 is often a machine out of memory"
-                        )
+                        raise RuntimeError(f"engine process {process.pid} has died, exit code "
+                                           f"{process.exitcode}: its own message is above, if it had time for "
+                                           "one; -9 is often a machine out of memory")
         except BaseException:  # also Ctrl-C: the thread must come free, or this process could not end
             self._state = "broken"
             if self._engine:

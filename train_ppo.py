@@ -10,6 +10,7 @@ update, streaming of data, other backends.
 
 import contextlib
 import fcntl
+import functools
 import json
 import math
 import os
@@ -23,7 +24,7 @@ from tqdm import tqdm
 
 import config as configuration
 
-# The token columns that advantages are made from; the first three are always there.
+# The token columns that `add_advantages` reads, where they are there.
 PADDED = ("response_mask", "old_logprobs", "token_level_scores", "rollout_logprobs", "ref_logprobs", "values",
           "entropy")
 SAMPLED = ("uid", "sample", "source", "prompt", "response", "answer", "scores", "finish_reason",
@@ -60,7 +61,7 @@ class WorkerGroup:
         shared = self.share(method, batch, *args, together=together)
         columns = data.concat([result for _, result in shared])
         order = [row for part, _ in shared for row in part]
-        return batch | data.select(columns, sorted(range(len(order)), key=order.__getitem__))
+        return batch | data.select(columns, torch.tensor(order).argsort().tolist())
 
 
 class SpmdGroup(WorkerGroup):
@@ -93,7 +94,7 @@ class RayGroup(WorkerGroup):
     def __init__(self, config, name, pool):
         nodes, devices = pool["nodes"], pool["devices_per_node"]
         self.world, self.sp = nodes * devices, config.model.sp
-        kinds = ["CPU", "GPU"] if torch.cuda.is_available() else ["CPU"]
+        kinds = ["CPU", "GPU"] if ray.cluster_resources().get("GPU") else ["CPU"]
         bundle = dict.fromkeys(kinds, devices)
         group = ray.util.placement_group([bundle] * nodes, strategy="STRICT_SPREAD")
         if not group.wait(25):
@@ -101,7 +102,7 @@ class RayGroup(WorkerGroup):
             raise RuntimeError(f"pools.{name} wants {nodes} nodes with {bundle}; after 25 s Ray has {free}")
         places = [PlacementGroup(group, placement_group_bundle_index=node) for node in range(nodes)]
         init_method = f"file://{tempfile.mkdtemp()}/ranks"
-        if nodes > 1:
+        if nodes > 1 or config.ray.address:
             first_node = ray.remote(free_address).options(num_cpus=0, scheduling_strategy=places[0])
             init_method = f"tcp://{ray.get(first_node.remote())}"
         self.actors = []
@@ -141,19 +142,17 @@ class Trainer:
         for role, section in sections.items():
             self.paths[role] = data.resolve_model(section.path or path)
         trust, other = config.model.trust_remote_code, config.reward_model.tokenizer
-        for role in configuration.roles_needed(config) - {"rollout"}:
+        needed = configuration.roles_needed(config)
+        for role in needed - {"rollout"}:
             models.meta_model(role, self.paths[role], config, config.model.attn_implementation)
         self.tokenizer = data.load_tokenizer(config.model.tokenizer or path, trust)
         tools = Agent(config, self.tokenizer).schemas
         self.reward_tokenizer = data.load_tokenizer(other, trust) if other else None
-        self.val_prompts = None
-        if config.data.val:
-            source = config.data.val, self.tokenizer, config.data
-            self.val_prompts = data.Prompts(*source, key="data.val", tools=tools)
+        prompts = functools.partial(data.Prompts, tokenizer=self.tokenizer, options=config.data, tools=tools)
+        self.val_prompts = prompts(config.data.val, key="data.val") if config.data.val else None
         held_out = self.val_prompts if config.data.val != config.data.train else None
-        source = config.data.train, self.tokenizer, config.data
-        order = config.seed, config.data.batch_size + config.rollout.oversample
-        self.prompts = data.Prompts(*source, *order, exclude=held_out, tools=tools)
+        drawn = config.data.batch_size + config.rollout.oversample
+        self.prompts = prompts(config.data.train, seed=config.seed, batch_size=drawn, exclude=held_out)
         self.total = config.trainer.steps or config.trainer.epochs * self.prompts.steps_per_epoch
         if config.trainer.replay:
             records.check(config, self.total)
@@ -161,6 +160,7 @@ class Trainer:
         self.best = -math.inf  # mean validation score over sources
         self.rewards = self.board = None
         self.pools, self.groups = [], {}
+        self.trains = sorted({"actor", "critic"} & needed) if not config.rollout.only else []
         self.open_directory()
 
     def start(self):
@@ -186,15 +186,15 @@ class Trainer:
     def open_directory(self):
         """Take the run's directory, and the position in its newest whole checkpoint, if there is one."""
         self.directory = configuration.run_directory(self.config)
-        found = checkpoints(self.directory)
+        found = records.checkpoints(self.directory)
         self.resumed = found[-1] if found else None
         if self.resumed:
             state = json.loads((self.resumed / "trainer.json").read_text())
             self.step, self.kl_coef, self.best = state["step"], state["kl_coef"], state["best"]
             self.prompts.load_state_dict(state["prompts"])
-            if state["only"] != self.config.rollout.only:  # one has learned nothing, and saved no critic
-                raise ValueError(f"trainer.dir={self.directory} has a checkpoint of a run with rollout.only="
-                                 f"{json.dumps(state['only'])}; take another folder")
+            if state["trains"] != self.trains:
+                raise ValueError(f"trainer.dir={self.directory} is of a run that trains {state['trains']}, and "
+                                 f"this one trains {self.trains}; take another folder")
         if self.main:
             self.directory.mkdir(parents=True, exist_ok=True)
             self.lock = open(self.directory / "lock", "w")
@@ -260,7 +260,7 @@ class Trainer:
             self.update("critic", batch)
         if self.step > self.config.critic.warmup_steps:  # 0 without a critic
             self.update("actor", batch)
-        if self.metrics.get("rollout/logprob_diff_mean", 0) > 1:  # precision costs a hundredth of that
+        if not self.metrics.get("rollout/logprob_diff_mean", 0) <= 1:  # precision costs a hundredth of that
             raise RuntimeError("engine and trainer differ by more than 1 in the mean token's log-prob: does "
                                "SGLang know all of this model's weights, by the same names?")
         seconds = time.perf_counter() - start
@@ -310,6 +310,8 @@ class Trainer:
         sampling = {name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k", "min_p")}
         share = self.config.data.batch_size / self.prompts.batch_size  # below 1 with over-sampling
         batch, metrics = self.answer(data.repeat(prompts, rollout.n), sampling, self.step, "rollout", share)
+        for name in ("reward/errors", "reward/timeouts"):  # of all draws of a step; the rest is of the last
+            metrics[name] += self.metrics.get(name, 0)
         self.metrics |= metrics
         if self.config.algorithm.advantage == "remax":  # a greedy response is its prompt's baseline
             once, greedily = data.repeat(prompts, 1), {"temperature": 0.0}
@@ -360,24 +362,28 @@ class Trainer:
     # -- advantages and updates
 
     def add_advantages(self, batch):
-        """New columns advantages, returns, rollout_weights, and old_logprobs if they are not there."""
+        """New columns advantages, returns, rollout_weights, and old_logprobs if they are not there. What has
+        no score, or none to compare it with, or is rejected by the rollout correction, gets a response_mask
+        of 0: it is in no loss, and does not count where losses are averaged."""
         algorithm, rollout = self.config.algorithm, self.config.rollout
         batch.setdefault("old_logprobs", batch["rollout_logprobs"])
         tensors = {name: data.pad(batch[name]) for name in PADDED if name in batch}
         tensors["group"] = torch.tensor(batch["uid"])
-        tensors["reward_baselines"] = torch.tensor(batch.get("reward_baselines", []))
-        mask, old, rewards = (tensors[name] for name in PADDED[:3])
+        tensors["reward_baselines"] = torch.tensor(batch.get("reward_baselines", [0.0] * len(batch["uid"])))
+        old, rewards = tensors["old_logprobs"], tensors["token_level_scores"]
+        unscored = (rewards.sum(-1) + tensors["reward_baselines"]).isnan()
+        mask = tensors["response_mask"] = tensors["response_mask"] * ~unscored[:, None]
         if algorithm.kl_in_reward:
             token_kl = algos.kl(old, tensors["ref_logprobs"], algorithm.kl_estimator)
             rewards = algos.apply_kl_penalty(rewards, token_kl, mask, self.kl_coef)
             observed, n = algos.masked_mean(token_kl, mask).item(), len(batch["uid"])
             self.metrics |= {"reward/kl": observed, "reward/kl_coef": self.kl_coef}
-            steering = algorithm.kl_target, algorithm.kl_horizon
-            self.kl_coef = algos.kl_controller(self.kl_coef, observed, n, *steering)
+            target, horizon = algorithm.kl_target, algorithm.kl_horizon
+            self.kl_coef = algos.kl_controller(self.kl_coef, observed, n, target, horizon)
         tensors["token_level_rewards"] = rewards
         advantages, returns = algos.advantage(algorithm.advantage, tensors, vars(algorithm))
-        correction = rollout.correction, rollout.correction_cap
-        weights, gap = algos.rollout_correction(old, tensors["rollout_logprobs"], mask, *correction)
+        weights, gap = algos.rollout_correction(old, tensors["rollout_logprobs"], mask, rollout.correction,
+                                                rollout.correction_cap)
         if self.config.actor.old_logprobs == "recompute":  # otherwise the update sees the gap
             self.metrics |= {f"rollout/{name}": value.item() for name, value in gap.items()}
         if "entropy" in tensors:
@@ -387,19 +393,21 @@ class Trainer:
             self.metrics["critic/explained_variance"] = explained.item()
         lengths = [len(ids) for ids in batch["response_ids"]]
         new = {"advantages": advantages, "returns": returns, "rollout_weights": weights}
+        new["response_mask"] = mask * (weights > 0)
         return batch | {name: data.unpad(tensor, lengths) for name, tensor in new.items()}
 
     def update(self, role, batch):
         """Mini-batches times epochs of one role's updates; metrics are means over the updates."""
-        settings, rows, history = getattr(self.config, role), range(len(batch["uid"])), []
-        size = settings.mini_batch_size
-        mini_batches = [rows[start : start + size] for start in range(0, len(rows), size)]
+        settings, history = getattr(self.config, role), []
+        mini_batches = torch.arange(len(batch["uid"])).split(settings.mini_batch_size)
         with self.phase(f"update_{role}"):
-            for indices in mini_batches * settings.epochs:
-                mini_batch = data.select(batch, indices)
+            for rows in mini_batches * settings.epochs:
+                mini_batch = data.select(batch, rows.tolist())
                 norm = algos.normaliser(mini_batch["response_mask"], self.config.rollout.max_response_length)
                 history.append(self.groups[role].share("update", mini_batch, role, norm)[0][1])
         self.metrics |= {name: sum(update[name] for update in history) / len(history) for name in history[0]}
+        # Of the gap to the engine the first update tells: later ones see a policy that has moved.
+        self.metrics |= {name: value for name, value in history[0].items() if name.startswith("rollout/")}
 
     # -- records
 
@@ -457,10 +465,10 @@ class Trainer:
 
     def finish_save(self, beside, final):
         state = {"step": self.step, "kl_coef": self.kl_coef, "best": self.best}
-        state |= {"prompts": self.prompts.state_dict(), "only": self.config.rollout.only}
+        state |= {"prompts": self.prompts.state_dict(), "trains": self.trains}
         (beside / "trainer.json").write_text(json.dumps(state))
         beside.rename(final)
-        for old in checkpoints(self.directory)[: -self.config.trainer.keep]:
+        for old in records.checkpoints(self.directory)[: -self.config.trainer.keep]:
             shutil.rmtree(old)
 
     def resume(self):
@@ -478,12 +486,6 @@ class Trainer:
         if self.resumed:
             tqdm.write(f"resumed from {self.resumed}: {self.total - self.step} of {self.total} steps to go")
         records.trim(self.directory, self.step)
-
-
-def checkpoints(directory):
-    """The whole checkpoints of a run directory, oldest first."""
-    found = (directory / "checkpoints").glob("step_*")
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 # ---- One run -----------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""One process per device: FSDP2 models (actor, critic, reference), their passes and updates, and one rank's
-engine.
+"""One process per device: FSDP2 models (actor, critic, reference, reward model), their passes and updates, and
+one rank's engine.
 
 A `Worker` is told what to do by the trainer, through Ray or directly (torchrun, launch=local). Every method
 that takes a batch is called on all ranks together, each with its own share of the rows. Inside, rows become
@@ -111,7 +111,7 @@ class Worker:
         self.rollout, self.models, self.optimizers, self.schedules = None, {}, {}, {}
 
     def build(self, role, path, steps):
-        """Load one role; the trainer calls this for critic, reference, then actor and rollout, in that
+        """Load one role; the trainer calls this for critic, reference, reward, actor and rollout, in that
         order."""
         config = self.config
         if role == "rollout":
@@ -125,6 +125,7 @@ class Worker:
         self.models[role] = model = build_model(role, path, settings, config, self.mesh)
         if role in ("actor", "critic"):
             responses = config.data.batch_size * config.rollout.n
+            steps -= config.critic.warmup_steps * (role == "actor")
             updates = steps * settings.epochs * (responses // settings.mini_batch_size)
             self.optimizers[role], self.schedules[role] = build_optimizer(model, settings, updates)
 
@@ -199,8 +200,8 @@ class Worker:
         columns = {name: data.pad([batch[name][row] for row in rows]).to(self.device) for name in names}
         columns["response_mask"] = columns["response_mask"] * weight
         written = columns["response_mask"].bool()
-        layout = self.sequence.size(), self.config.model.attn_implementation
-        inputs, predictors = pack(batch, units, self.device, *layout)
+        inputs, predictors = pack(batch, units, self.device, multiple=self.sequence.size(),
+                                  attention=self.config.model.attn_implementation)
         flat = torch.cat([batch["response_mask"][row] for row in rows]).bool() & bool(weight)
         predictors = torch.cat(predictors)[flat].to(self.device)
         inputs, mine, predictors = sequence_shard(inputs, predictors, self.sequence)
@@ -246,8 +247,8 @@ class Worker:
         totals, widest = defaultdict(float), torch.zeros(1, device=self.device)
         # What clip_cov draws must be the same when resumed.
         torch.manual_seed(self.config.seed + self.schedules[role].last_epoch)
+        with_entropy = role == "actor" and (settings.entropy_coef or settings.old_logprobs != "recompute")
         for units, weight in self.micro_batches(batch, role):
-            with_entropy = role == "actor" and (settings.entropy_coef or settings.old_logprobs != "recompute")
             columns, outputs = self.forward(role, batch, units, weight, with_entropy)
             loss, stats = loss_function(columns, *outputs, norm)
             loss.backward()
@@ -293,8 +294,8 @@ class Worker:
         mini-batch's mean."""
         actor, mask = self.config.actor, columns["response_mask"]
         old = logprobs.detach() if actor.old_logprobs == "skip" else columns["old_logprobs"]
-        inputs = logprobs, old, columns["advantages"], mask, vars(actor), columns["rollout_weights"]
-        losses, stats = algos.policy_loss(actor.policy_loss, *inputs)
+        losses, stats = algos.policy_loss(actor.policy_loss, logprobs, old, columns["advantages"], mask,
+                                          vars(actor), columns["rollout_weights"])
         loss = algos.aggregate(losses, mask, actor.loss_agg, norm)
         if actor.kl_coef:
             kl = algos.kl(logprobs, columns["ref_logprobs"], actor.kl_estimator)
@@ -318,8 +319,11 @@ class Worker:
 
     def state(self, role):
         options = StateDictOptions(ignore_frozen_params=True)  # with an adapter, only that
-        model, optimizer = self.models[role], self.optimizers[role]
-        model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
+        optimizer = self.optimizers[role]
+        fresh = not optimizer.state
+        model_state, optimizer_state = get_state_dict(self.models[role], optimizer, options=options)
+        for entry in optimizer.state.values() if fresh else ():
+            entry["step"].zero_()  # torch has made it by an update with gradients of 0, and counted that
         schedule_state = self.schedules[role].state_dict()
         return {"model": model_state, "optimizer": optimizer_state, "schedule": schedule_state}
 
@@ -334,10 +338,11 @@ class Worker:
         for role in self.optimizers:
             state = self.state(role)
             dcp.load(state, checkpoint_id=f"{path}/{role}")
-            states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
-            options = StateDictOptions(strict=False)
-            set_state_dict(self.models[role], self.optimizers[role], **states, options=options)
+            set_state_dict(self.models[role], self.optimizers[role], model_state_dict=state["model"],
+                           optim_state_dict=state["optimizer"], options=StateDictOptions(strict=False))
             self.schedules[role].load_state_dict(state["schedule"])
+            self.schedules[role].last_epoch -= 1
+            self.schedules[role].step()  # where trainer.steps has changed, so has the rate of the next update
 
     def export(self, path):
         """Write the actor as an ordinary Hugging Face folder; an adapter is merged, and also in adapter/."""

@@ -325,6 +325,8 @@ def test_budgets(tokenizer):
     config = settings("rollout.max_turn_tokens=3", **again_and_again)
     episode, _ = play(config, tokenizer, ["a b c d e f", "x"], entry={"turns": 2})
     assert episode.mask[:4] == [1, 1, 1, 0] and episode.ids[3] == tokenizer.eos_token_id  # the template's
+    episode, _ = play(settings("rollout.max_turn_tokens=3", tools={"echo": {}}), tokenizer, ["a b c d e f"])
+    assert episode.finish_reason == "length" and len(episode.ids) == 3  # cut, though the response has room
     config = settings("rollout.max_response_length=16", **again_and_again)
     episode, _ = play(config, tokenizer, ["a"] * 9, entry={"turns": 9})
     assert episode.finish_reason == "length" and len(episode.ids) <= 16 and episode.mask[-1] == 1

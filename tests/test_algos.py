@@ -98,6 +98,8 @@ def test_fault_13_statistics_are_those_of_the_group():
 def test_fault_14_no_differences_no_advantage():
     for name in ("grpo", "rloo", "opo", "grpo_passk", "reinforce_plus_plus_baseline"):
         assert (outcome(name, [0.1] * 4) == 0).all(), name
+        assert (outcome(name, [1000.1] * 3) == 0).all(), name
+    assert (algos.whiten(torch.full((3, 3), 1000.1), torch.ones(3, 3)) == 0).all()
     close(outcome("grpo", [0.0] + [0.95] * 7), [-2.4749] + [0.3536] * 7)  # the bound is (n - 1) / sqrt(n)
     for n in range(2, 20):  # float32 would round the mean of some
         assert (outcome("grpo", [0.95] * n) == 0).all(), n
@@ -164,6 +166,14 @@ def test_pass_at_k_rewards_the_lead_of_the_single_best():
 def test_a_response_alone_in_its_group_is_compared_with_0():
     for name in ("grpo", "rloo", "opo"):
         close(outcome(name, [0.7, 1.0, 0.0], group=[4, 2, 2], norm_adv_by_std=False)[0], 0.7, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"])
+def test_a_response_that_has_lost_its_group_is_compared_with_nothing(name):
+    batch = random_batch(1)
+    group = (batch["group"] == batch["group"][0]).nonzero()[:, 0]
+    batch["token_level_rewards"][group[1:]] = math.nan
+    assert (algos.advantage(name, batch, OPTIONS)[0][group] == 0).all()
 
 
 @pytest.mark.parametrize("name", algos.ADVANTAGES)

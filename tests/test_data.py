@@ -1,6 +1,7 @@
 """Data: what KNOWN_FAULTS.md lists under B, C, F and I, with its numbers, and properties of the splitting."""
 import itertools
 import json
+import pickle
 import math
 import os
 import random
@@ -282,6 +283,8 @@ def test_pad_and_unpad_go_by_length():  # fault 4: pad = eos = 2, and the eos st
     padded = data.pad(rows, 2)
     assert padded.tolist() == [[7, 2, 2, 2], [7, 8, 9, 10]]
     assert [row.tolist() for row in data.unpad(padded, [2, 4])] == [[7, 2], [7, 8, 9, 10]]
+    (row,) = data.unpad(torch.zeros(1, 10_000), [3])
+    assert len(pickle.dumps(row)) < 2000  # what goes to a Ray worker is the row, not what it was cut from
 
 
 def random_batch(rng):

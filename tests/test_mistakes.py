@@ -298,7 +298,7 @@ def begun(tmp_path):
     checkpoint.mkdir(parents=True)
     tokenizer = data.load_tokenizer(str(toy.build()), False)
     prompts = data.Prompts(config.data.train, tokenizer, config.data, config.seed, config.data.batch_size)
-    state = {"step": 1, "kl_coef": 0.0, "best": 0.0, "prompts": prompts.state_dict(), "only": False}
+    state = {"step": 1, "kl_coef": 0.0, "best": 0.0, "prompts": prompts.state_dict(), "trains": ["actor"]}
     (checkpoint / "trainer.json").write_text(json.dumps(state))
     (tmp_path / "config.yaml").write_text(configuration.dump(config))
     return tmp_path
@@ -309,7 +309,8 @@ def begun(tmp_path):
     ("model.path='recipes/guess.py:build' was 'recipes/toy.py:build' when ", ["model.path=recipes/guess.py:build"]),
     ("actor.lr=0.001 was 0.002 when ", ["actor.lr=1e-3"]), ("the data or its order changed", ["data.batch_size=8",
      "actor.mini_batch_size=64"]),
-    ("has a checkpoint of a run with rollout.only=false; take another folder", ["rollout.only=true"]),
+    ("is of a run that trains ['actor'], and this one trains []; take another folder", ["rollout.only=true"]),
+    ("and this one trains ['actor', 'critic']; take another folder", ["algorithm.advantage=gae"]),
 ])
 def test_a_run_that_continues_keeps_what_its_checkpoints_have_inside(message, words, begun, refusal):
     assert message in refusal(*TOY, f"trainer.dir={begun}", *words)

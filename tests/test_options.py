@@ -21,6 +21,7 @@ import algos
 import config as configuration
 import data
 import models
+import records
 import plan
 import train_ppo
 from agent import Agent
@@ -110,7 +111,7 @@ def sees(tmp_path_factory):
     """sees(config): what is made from it, as text, by who makes it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("options"))
-        for module in (algos, data, models, torch):  # run() imports them, later
+        for module in (algos, data, models, records, torch):  # run() imports them, later
             patch.setattr(train_ppo, module.__name__, module, raising=False)
         patch.setattr(train_ppo, "Agent", Agent, raising=False)
         rows("rows.jsonl", *(f"{a}+{b}=" for a in range(4) for b in range(3)), "1+2+3+4+5+6=")

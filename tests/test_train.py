@@ -161,7 +161,7 @@ def test_two_ranks_share_sequences_and_an_engine(tmp_path):
 def test_older_checkpoints_go_after_a_newer_one_is_whole(keep, tmp_path, monkeypatch):
     """And step_10 is newer than step_9."""
     config, prompts = load([], [f"trainer.keep={keep}"]), SimpleNamespace(state_dict=dict)
-    trainer = SimpleNamespace(config=config, prompts=prompts, directory=tmp_path, kl_coef=0.0, best=0.0)
+    trainer = SimpleNamespace(config=config, prompts=prompts, directory=tmp_path, kl_coef=0.0, best=0.0, trains=[])
     folder, remove = tmp_path / "checkpoints", shutil.rmtree
 
     def remove_one(path):
@@ -169,11 +169,13 @@ def test_older_checkpoints_go_after_a_newer_one_is_whole(keep, tmp_path, monkeyp
         remove(path)
 
     monkeypatch.setattr(shutil, "rmtree", remove_one)
+    monkeypatch.setattr(train_ppo, "records", records, raising=False)  # which run() imports
+    (folder / "step_3_copied").mkdir(parents=True)  # somebody else's
     for trainer.step in range(8, 13):
-        (folder / "unfinished").mkdir(parents=True)
+        (folder / "unfinished").mkdir()
         train_ppo.Trainer.finish_save(trainer, folder / "unfinished", folder / f"step_{trainer.step}")
         steps = range(max(8, trainer.step + 1 - keep), trainer.step + 1)
-        assert [path.name for path in train_ppo.checkpoints(tmp_path)] == [f"step_{step}" for step in steps]
+        assert [path.name for path in records.checkpoints(tmp_path)] == [f"step_{step}" for step in steps]
 
 
 def test_records_outlive_a_full_disk_in_a_resume(tmp_path, monkeypatch):

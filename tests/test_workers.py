@@ -1,6 +1,7 @@
 """Workers on real FSDP2 ranks (gloo): an update does not depend on how its rows are cut, packed or spread."""
 
 import concurrent.futures
+import math
 import multiprocessing
 import types
 
@@ -240,6 +241,40 @@ def test_schedule_moves_at_the_first_update(model_path, tmp_path, on_ranks):
     assert [update["actor/lr"] for update in actor] == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3])
     assert actor[0]["actor/ppo_kl"] == pytest.approx(0, abs=1e-6)
     assert abs(actor[4]["actor/ppo_kl"]) > 1e-5
+
+
+def saving_main(rank, world, folder, configs):
+    """For each config of a run that ends, and of one that goes on from its checkpoint: the weights and the rates."""
+    from workers import Worker
+
+    for number, (config, saves, steps) in enumerate(configs):
+        worker = Worker(config, rank, world, rank, world, f"file://{folder}/saving_{number}")
+        worker.build("actor", config.model.path, steps)
+        batch = make_batch()
+        batch["rollout_weights"] = batch["response_mask"]
+        batch["rollout_logprobs"] = [torch.zeros(len(ids)) for ids in batch["response_ids"]]
+        batch |= worker.score(batch, "actor")
+        norm, rates = algos.normaliser(batch["response_mask"], 6.0), []
+        for step in range(4):
+            if step in saves:
+                worker.save(f"{folder}/saved_{number}_{step}")
+            if steps == 8 and step == 0:
+                worker.load(f"{folder}/saved_0_0")  # of the first config, of 4 steps
+            rates.append(worker.update(batch, "actor", norm)["actor/lr"])
+        torch.save((dict(worker.full_tensors("actor")), rates), f"{folder}/saving_{number}.pt")
+        worker.shutdown()
+
+
+def test_a_save_changes_nothing_and_a_longer_run_has_its_own_schedule(model_path, tmp_path, on_ranks):
+    """Also before the first update: torch makes the optimizer's state by an update of nothing, and counts it."""
+    config = settings(model_path, "actor.kl_coef=0", "actor.schedule=cosine", "actor.min_lr_ratio=0.0", "data.batch_size=4", "rollout.n=4",
+                      "actor.mini_batch_size=16")
+    runs = (config, [0, 2], 4), (config, [], 4), (config, [], 8)
+    on_ranks(1, saving_main, str(tmp_path), runs)
+    (saved, rates), (straight, same_rates), (_, longer) = [torch.load(tmp_path / f"saving_{i}.pt") for i in range(3)]
+    assert all(torch.equal(saved[name], straight[name]) for name in straight) and rates == same_rates
+    assert longer == pytest.approx([1e-3 * (1 + math.cos(math.pi * step / 8)) / 2 for step in range(1, 5)], rel=0.05)
+    assert rates[3] < 0.2 * longer[3]
 
 
 def test_the_terms_of_the_actors_loss_have_their_signs():
