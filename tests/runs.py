@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
+PATIENCE = 900  # seconds, for what has no limit of its own: only what hangs takes so long
 # Clocks, memory, and what rests on the engine's log-probs.
 NOT_REPEATED = ("time/", "mem/", "perf/", "rollout/")
 
@@ -39,7 +40,7 @@ class Run:
                 start_new_session=True,
             )
 
-    def wait(self, timeout=400):
+    def wait(self, timeout=PATIENCE):
         code = self.process.wait(timeout)
         self.seconds = time.monotonic() - self.start
         return code
@@ -56,7 +57,7 @@ class Run:
                 process.send_signal(signal.SIGKILL)
         self.process.wait()
 
-    def wait_for_step(self, step, timeout=400):
+    def wait_for_step(self, step, timeout=PATIENCE):
         deadline = time.monotonic() + timeout
         while not any(row["step"] >= step for row in self.rows()):
             assert self.process.poll() is None, self.log.read_text()[-3000:]

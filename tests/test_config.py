@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 
 import config as configuration
 from config import check, dump, from_command_line, load, options_in
+from runs import PATIENCE
 
 ROOT = configuration.BASE.parent
 GOOD = ["model.path=org/name", "data.train=reasoning_gym:chain_sum"]
@@ -365,7 +366,7 @@ def test_every_option_is_read_outside_the_checks():
 
 def command(*words):
     return subprocess.run([sys.executable, "train_ppo.py", *map(str, words)], cwd=ROOT, text=True,
-                          capture_output=True, timeout=120)
+                          capture_output=True, timeout=PATIENCE)
 
 
 def test_a_process_refuses_with_one_line_and_shows_the_config(layer):
@@ -380,14 +381,14 @@ def test_a_process_refuses_with_one_line_and_shows_the_config(layer):
 
 def test_a_misspelt_key_is_answered_without_heavy_imports():
     code = "import sys, train_ppo, config; config.load(); print({'torch', 'ray'} & set(sys.modules))"
-    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True, timeout=90) == "set()\n"
+    assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True, timeout=PATIENCE) == "set()\n"
 
 
 def test_ray_is_not_imported_before_its_environment_is_set():
     """It reads at its import whether to listen on loopback only, and train_ppo.run says so later."""
     code = ("import sys, train_ppo, config; config.from_command_line('train_ppo.py', ['--config', 'recipes/toy.yaml'])\n"
             "print('torch' in sys.modules, 'ray' in sys.modules)")
-    shown = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True, timeout=90)
+    shown = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True, timeout=PATIENCE)
     assert shown.splitlines()[-1] == "True False"
 
 

@@ -16,6 +16,7 @@ import algos
 import data
 import train_ppo
 from config import load
+from runs import PATIENCE
 
 ADVANTAGES = ["gae", "grpo", "grpo_passk", "rloo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline",
               "opo", "gpg"]
@@ -60,7 +61,7 @@ def train_all(trainer):
 def rows(tmp_path_factory):
     folder = tmp_path_factory.mktemp("methods")
     command = [sys.executable, __file__, str(folder / "rows.json"), str(folder / "run")]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert result.returncode == 0, result.stderr[-3000:]
     samples = (folder / "run/samples.jsonl").read_text().splitlines()
     return json.loads((folder / "rows.json").read_text()) | {"samples": [json.loads(line) for line in samples]}

@@ -9,7 +9,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from runs import assert_nothing_left
+from runs import PATIENCE, assert_nothing_left
 
 NOTEBOOK = Path(__file__).resolve().parent.parent / "docs" / "one_step.ipynb"
 
@@ -27,7 +27,7 @@ def execute(notebook, folder):
     """Run all cells where a notebook program would, in docs/. No process may be left, however it ends."""
     mark = uuid.uuid4().hex
     places = {name: str(folder) for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR")}
-    client = NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(NOTEBOOK.parent)}})
+    client = NotebookClient(notebook, timeout=PATIENCE, resources={"metadata": {"path": str(NOTEBOOK.parent)}})
     try:
         client.execute(env=os.environ | places | {"KILO_TEST": mark})
     finally:

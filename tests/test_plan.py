@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 from peft import LoraConfig
-from runs import Run
+from runs import PATIENCE, Run
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -161,7 +161,7 @@ finally:
     import ray
     print(started, ray.is_initialized(), "sglang" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[] False False"
     assert list(tmp_path.iterdir()) == []
@@ -221,7 +221,7 @@ def test_without_network():
     """One line that names the model."""
     command = [sys.executable, "train_ppo.py", "--config", "recipes/gsm8k.yaml", "--dry-run"]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": "/nonexistent"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=PATIENCE)
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
     assert done.stderr.startswith("error: Qwen/Qwen2.5-0.5B-Instruct: ")
 

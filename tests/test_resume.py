@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from runs import Run, repeatable
+from runs import PATIENCE, Run, repeatable
 
 PPO = ["algorithm.advantage=gae", "algorithm.kl_in_reward=true", "algorithm.kl_target=0.1",
        "algorithm.kl_horizon=500", "actor.schedule=cosine", "actor.warmup=2", "actor.mini_batch_size=36",
@@ -41,7 +41,7 @@ def said(run):
     return "\n".join(path.read_text()[-3000:] for path in (run.log, run.errors))
 
 
-def until(run, seen, timeout=300):
+def until(run, seen, timeout=PATIENCE):
     """What `seen()` gives as soon as it is true; the run must be alive until then."""
     deadline = time.monotonic() + timeout
     while not (found := seen()):
