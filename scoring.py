@@ -4,17 +4,24 @@ A function is any of recipes/rewards.py or of the reader's own file. What it rai
 costs its sample and no more.
 """
 import asyncio
+import contextlib
 import ctypes
+import fcntl
 import inspect
 import math
 import multiprocessing
+import numbers
+import os
 import signal
 import sys
+import termios
 import traceback
 from collections import Counter
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pebble
+import psutil
 import torch
 
 from data import load_function
@@ -33,8 +40,10 @@ def reward_function(spec):
     return function
 
 
-def _call(spec, response, answer, row):
-    """One score as a dict of floats. Any error leaves as a RuntimeError: others need not survive pickling."""
+def score_one(spec, response, answer, row):
+    """One score as a dict of floats, and perhaps the text `prediction`. Keys become text, NumPy's numbers
+    count as numbers, and what is no number is dropped. Any error leaves as a RuntimeError: others need not
+    survive pickling."""
     try:
         result = reward_function(spec)(response, answer, row)
         result = asyncio.run(result) if asyncio.iscoroutine(result) else result
@@ -42,22 +51,44 @@ def _call(spec, response, answer, row):
         result["score"] = math.nan if result["score"] is None else float(result["score"])
         if torch.tensor(result["score"]).isinf():  # as is 1e39, in float32
             raise ValueError("an infinite score would make the loss NaN")
-        numbers = {name: float(value) for name, value in result.items() if isinstance(value, (int, float))}
-        return numbers | {name: str(result[name]) for name in ("prediction",) if name in result}
+        found = {str(key): float(value) for key, value in result.items() if isinstance(value, numbers.Real)}
+        return found | {key: str(result[key]) for key in ("prediction",) if key in result}
     except BaseException:
         raise RuntimeError(traceback.format_exc()) from None
 
 
 def _begin(spec):
-    """The start of a scoring process: it will die with the trainer, and loads the function beforehand."""
+    """The start of a scoring process: it will die with the trainer, and loads the function beforehand.
+
+    What the function starts dies with it: `_end` sees to that, and where the process is killed instead, the
+    kernel, which hangs up the terminal of a session (here one that nobody sees) when its first process dies.
+    """
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # for which our parent would outlive the trainer
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    signal.signal(signal.SIGTERM, _end)  # from the pool, after a timeout and at the end
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup all would ignore it
+    os.setsid()
+    fcntl.ioctl(os.openpty()[1], termios.TIOCSCTTY, 0)
     reward_function(spec)
+
+
+def _end(*_):
+    for process in psutil.Process().children(recursive=True):  # also those with a session of their own
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    os._exit(1)
 
 
 def last_turn(ids, mask):
     """The ids of the last run of ones in the mask: what the model wrote last."""
     end = len(mask) - int((mask.flip(0).cumsum(0) == 0).sum())
     return ids[end - int(mask[:end].flip(0).cumprod(0).sum()) : end]
+
+
+def placed(mask, score, turn_rewards):
+    """[T]: turn rewards where they are, the rest of the score on the last token that the model wrote."""
+    last = mask.nonzero()[-1:, 0]  # [1], or [0] where it wrote none
+    return turn_rewards.index_add(0, last, (score - turn_rewards.sum()).float().expand(len(last)))
 
 
 class Rewards:
@@ -78,7 +109,7 @@ class Rewards:
         self.pool.stop()
         self.pool.join()
 
-    def show(self, what, errors, total):
+    def report_failures(self, what, errors, total):
         """Show the first error of a run. When all of a step's samples failed, it ends the run."""
         if not errors:
             return
@@ -88,6 +119,22 @@ class Rewards:
         if what not in self.shown:
             print(text, file=sys.stderr)
             self.shown.add(what)
+
+    def ask(self, texts, batch):
+        """Each response's result, as `score_one` has it, or {} where the function or the interaction failed.
+        Returns (results, metrics of the function's failures)."""
+        function, seconds = self.options.function, self.options.timeout
+        tasks = [(function, *task) for task in zip(texts, batch["answer"], batch["entry"])]
+        futures = [self.pool.schedule(score_one, task, timeout=seconds) for task in tasks]
+        errors = [future.exception() for future in futures if future.exception()]  # waits
+        timeouts = sum(isinstance(error, TimeoutError) for error in errors)
+        self.report_failures(function, errors, len(tasks))
+        last = [story[-1] for story in batch.get("transcript", [])]
+        broken = [message["content"] for message in last if message["role"] == "error"]
+        self.report_failures("rollout.interaction", broken, len(tasks))
+        results = [{} if future.exception() or end == "error" else future.result()
+                   for future, end in zip(futures, batch["finish_reason"])]
+        return results, {"reward/errors": len(errors) - timeouts, "reward/timeouts": timeouts}
 
     def __call__(self, batch, training=True):
         """Scores every response: returns (batch with new columns, metrics), raises RuntimeError if all fail
@@ -104,16 +151,7 @@ class Rewards:
         options, masks, limit = self.options, batch["response_mask"], self.max_response_length
         turns = [last_turn(ids, mask) for ids, mask in zip(batch["response_ids"], masks)]
         texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in turns]
-        tasks = [(options.function, *task) for task in zip(texts, batch["answer"], batch["entry"])]
-        futures = [self.pool.schedule(_call, task, timeout=options.timeout) for task in tasks]
-        errors = [future.exception() for future in futures if future.exception()]  # waits
-        timeouts = sum(isinstance(error, TimeoutError) for error in errors)
-        self.show(options.function, errors, len(tasks))
-        stories = batch.get("transcript", [])
-        broken = [story[-1]["content"] for story in stories if story[-1]["role"] == "error"]
-        self.show("rollout.interaction", broken, len(tasks))
-        results = [{} if future.exception() or end == "error" else future.result()
-                   for future, end in zip(futures, batch["finish_reason"])]
+        results, failures = self.ask(texts, batch)
         scores = torch.tensor([r.get("score", options.fallback) for r in results], dtype=torch.float64)
         scores += torch.tensor(batch.get("model_scores", 0.0))
         turn_rewards = batch.get("turn_rewards") or [torch.zeros(len(mask)) for mask in masks]
@@ -121,11 +159,11 @@ class Rewards:
         if scores.isnan().all() and len(scores):
             raise RuntimeError(f"{options.function}: {len(scores)} of {len(scores)} samples have no score")
         lengths = torch.tensor([mask.sum() for mask in masks]).double()
-        metrics = {"reward/errors": len(errors) - timeouts, "reward/timeouts": timeouts,
-                   "reward/mean": scores.nanmean(), "reward/std": scores[~scores.isnan()].std(correction=0),
+        metrics = {**failures, "reward/mean": scores.nanmean(),
+                   "reward/std": scores[~scores.isnan()].std(correction=0),
                    "response/length_mean": lengths.mean(), "response/length_max": lengths.max(),
                    "response/truncated": batch["finish_reason"].count("length") / len(masks)}
-        for name in ("turns", "tool_calls", "tool_errors") if stories else ():
+        for name in ("turns", "tool_calls", "tool_errors") if "transcript" in batch else ():
             metrics[f"response/{name}"] = sum(batch[name]) / len(masks)
         batch = {**batch, "response": texts, "raw_scores": scores.tolist()}
         if training and options.overlong_buffer:
@@ -133,11 +171,7 @@ class Rewards:
             scores -= options.overlong_penalty * (1 - room / options.overlong_buffer).clamp(0, 1)
         batch["scores"] = scores.tolist()
         batch["prediction"] = [r.get("prediction", text.strip()) for r, text in zip(results, texts)]
-        batch["token_level_scores"] = []
-        for mask, score, rewards in zip(masks, scores, turn_rewards):
-            last = mask.nonzero()[-1:, 0]
-            rest = (score - rewards.sum()).float().expand(len(last))
-            batch["token_level_scores"].append(rewards.index_add(0, last, rest))
+        batch["token_level_scores"] = [placed(*row) for row in zip(masks, scores, turn_rewards)]
         for name in sorted({name for result in results for name in result} - {"score", "prediction"}):
             mean = torch.tensor([result.get(name, math.nan) for result in results]).nanmean()
             metrics.setdefault(f"reward/{name}", mean)  # ours have the right to their names

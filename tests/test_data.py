@@ -1,8 +1,10 @@
 """Data: what KNOWN_FAULTS.md lists under B, C, F and I, with its numbers, and properties of the splitting."""
+import contextlib
 import itertools
 import json
 import pickle
 import math
+import multiprocessing
 import os
 import random
 import subprocess
@@ -458,6 +460,48 @@ def test_hanging_costs_its_sample_and_no_process(score):  # fault 10
     assert not scoring_processes()
 
 
+def starts(tmp_path, start, then):
+    """A reward function that, unless the response is good, starts a process that writes its id to a file."""
+    command = ["sh", "-c", f"echo $$ > {tmp_path}/pid; exec sleep 300"]
+    return ("import multiprocessing, os, subprocess, time\ndef score(response, answer, row):\n"
+            f"    if response == 'good':\n        return 1\n    command = {command}\n"
+            f"    subprocess.{start}\n    {then}\n")
+
+
+def assert_it_ends(pid):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        started = psutil.Process(pid)
+        try:
+            started.wait(5)
+        finally:
+            started.kill()
+
+
+@pytest.mark.parametrize("start, then", [
+    ("run(command)", ""), ("Popen(command, start_new_session=True)", "time.sleep(300)"),
+    ("Popen(command)", "time.sleep(0.5)\n    os.kill(os.getpid(), 9)")])
+def test_what_a_function_starts_dies_with_its_process(score, tmp_path, start, then):
+    assert score(["good", "bad"], starts(tmp_path, start, then), timeout=2.0)[0]["scores"] == [1, 0]
+    assert_it_ends(int((tmp_path / "pid").read_text()))
+
+
+def ask_one(function):
+    scoring.Rewards(reward_options(function=function, timeout=100.0), Echo(["bad"]), 8)(responses(["bad"]))
+
+
+def test_what_a_function_starts_dies_with_a_killed_trainer(tmp_path):
+    then = ("time.sleep(0.5)\n    open(f'{os.path.dirname(__file__)}/own_pid', 'w').write(str(os.getpid()))\n"
+            "    os.kill(multiprocessing.parent_process().pid, 9)\n    time.sleep(300)")
+    (tmp_path / "reward.py").write_text(starts(tmp_path, "Popen(command)", then))
+    context = multiprocessing.get_context("spawn")
+    trainer = context.Process(target=ask_one, args=(f"{tmp_path}/reward.py:score",))
+    trainer.start()
+    trainer.join(60)
+    assert trainer.exitcode == -9
+    for name in ("own_pid", "pid"):
+        assert_it_ends(int((tmp_path / name).read_text()))
+
+
 def scoring_processes():
     """Living processes that the fork server started."""
     return [child for child in psutil.Process().children(recursive=True) if child.ppid() != os.getpid()]
@@ -496,6 +540,14 @@ def test_async_and_dict(score):
     batch, metrics = score(["a", "bb", "ccc"], source, ["a", "b", "c"])
     assert batch["scores"] == [1, 0, 0] and metrics["reward/length"] == 1.5  # the mean of the rows that have it
     assert "reward/note" not in metrics
+
+
+def test_keys_of_any_type_and_numbers_of_numpy_become_metrics(score):
+    source = ("import numpy\ndef score(response, answer, row):\n"
+              "    return {'score': 1, 'z': numpy.float32(2), 'n': numpy.int64(3), 1: 5, 'list': [6]}\n")
+    _, metrics = score(["a"], source)
+    own = {name: value for name, value in metrics.items() if name in ("reward/z", "reward/n", "reward/1", "reward/list")}
+    assert own == {"reward/z": 2, "reward/n": 3, "reward/1": 5}
 
 
 def test_overlong_penalty_and_truncation(score):  # DAPO eq. 13: 0 up to 8 - 4 tokens, then 2/4 a token

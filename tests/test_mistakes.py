@@ -186,7 +186,7 @@ def test_a_file_imports_those_beside_it(tmp_path):
     (tmp_path / "reward.py").write_text(
         "import beside_me\nimport config\ndef score(response, answer, row):\n    import later_me\n"
         "    assert config.load\n    return beside_me.value * later_me.value\n")
-    assert scoring._call(f"{tmp_path}/reward.py:score", "", "", {}) == {"score": 6.0}
+    assert scoring.score_one(f"{tmp_path}/reward.py:score", "", "", {}) == {"score": 6.0}
 
 
 @pytest.mark.parametrize("name, message", [
