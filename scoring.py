@@ -6,7 +6,6 @@ costs its sample and no more.
 import asyncio
 import contextlib
 import ctypes
-import fcntl
 import inspect
 import math
 import multiprocessing
@@ -14,7 +13,6 @@ import numbers
 import os
 import signal
 import sys
-import termios
 import traceback
 from collections import Counter
 from multiprocessing import forkserver
@@ -58,22 +56,16 @@ def score_one(spec, response, answer, row):
 
 
 def _begin(spec):
-    """The start of a scoring process: it will die with the trainer, and loads the function beforehand.
-
-    What the function starts dies with it: `_end` sees to that, and where the process is killed instead, the
-    kernel, which hangs up the terminal of a session (here one that nobody sees) when its first process dies.
-    """
+    """The start of a scoring process: it will die with the trainer, and loads the function beforehand."""
     os.close(forkserver._forkserver._forkserver_alive_fd)  # for which our parent would outlive the trainer
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     signal.signal(signal.SIGTERM, _end)  # from the pool, after a timeout and at the end
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup all would ignore it
-    os.setsid()
-    fcntl.ioctl(os.openpty()[1], termios.TIOCSCTTY, 0)
     reward_function(spec)
 
 
 def _end(*_):
-    for process in psutil.Process().children(recursive=True):  # also those with a session of their own
+    """The end of a scoring process and of what its function has started."""
+    for process in psutil.Process().children(recursive=True):  # of a judge that runs code, say
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     os._exit(1)
@@ -141,9 +133,10 @@ class Rewards:
         or none has a score.
 
         New columns: response (text of the model's last turn), scores (float; NaN where the function gave None
-        or NaN), raw_scores (before penalties), prediction (the function's, or the text), token_level_scores
-        (1-D: the score on the last token the model wrote, and what an interaction gave on the last token of
-        its turn, else 0). The function's other numbers become metrics reward/<key>.
+        or NaN), raw_scores (before penalties; NaN where nothing is trained), prediction (the function's, or
+        the text), token_level_scores (1-D: the score on the last token the model wrote, and what an
+        interaction gave on the last token of its turn, else 0). The function's other numbers become metrics
+        reward/<key>.
         The batch's model_scores (floats), if it has them, are added to the scores. In training, scores
         include the penalty for nearing max_response_length (DAPO, arXiv 2503.14476, eq. 13), and with
         mask_truncated a cut response has a response_mask of 0.
@@ -176,7 +169,10 @@ class Rewards:
             mean = torch.tensor([result.get(name, math.nan) for result in results]).nanmean()
             metrics.setdefault(f"reward/{name}", mean)  # ours have the right to their names
         if training and options.mask_truncated:
-            batch["response_mask"] = [m * (end != "length") for m, end in zip(masks, batch["finish_reason"])]
+            cut = [end == "length" for end in batch["finish_reason"]]
+            batch["response_mask"] = [mask * (not out) for mask, out in zip(masks, cut)]
+            # For dynamic sampling: what is not trained makes no difference to a group.
+            batch["raw_scores"] = [math.nan if out else raw for raw, out in zip(batch["raw_scores"], cut)]
         return batch, {name: float(value) for name, value in metrics.items()}
 
 

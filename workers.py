@@ -1,4 +1,4 @@
-"""One process per device: FSDP2 models (actor, critic, reference, reward model), their passes and updates, and
+"""One process per device: FSDP2 models (actor, critic, reference, reward model), their passes and updates,
 one rank's engine.
 
 A `Worker` is told what to do by the trainer, through Ray or directly (torchrun, launch=local). Every method

