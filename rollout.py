@@ -201,9 +201,8 @@ class Rollout:
 
     def memory(self):
         """Resident MiB of each engine process; on GPU also the device memory that others than we hold."""
-        used = {}
-        for rank, process in enumerate(self._processes):
-            used[f"engine_{rank}"] = psutil.Process(process.pid).memory_info().rss / MIB
+        used = {f"engine_{rank}": psutil.Process(process.pid).memory_info().rss / MIB
+                for rank, process in enumerate(self._processes)}
         if self._engine and self._device == "cuda":
             used["engine_gpu"] = (torch.cuda.device_memory_used() - torch.cuda.memory_reserved()) / MIB
         return used
@@ -235,8 +234,8 @@ class Rollout:
                 for process in self._processes:
                     if process.exitcode is not None:
                         raise RuntimeError(f"engine process {process.pid} has died, exit code "
-                                           f"{process.exitcode}: its own message is above, if it had time for "
-                                           "one; -9 is often a machine out of memory")
+                                           f"{process.exitcode}: its own message is above, if it had time "
+                                           "for one; -9 is often a machine out of memory")
         except BaseException:  # also Ctrl-C: the thread must come free, or this process could not end
             self._state = "broken"
             if self._engine:

@@ -193,8 +193,8 @@ class Trainer:
             self.step, self.kl_coef, self.best = state["step"], state["kl_coef"], state["best"]
             self.prompts.load_state_dict(state["prompts"])
             if state["trains"] != self.trains:
-                raise ValueError(f"trainer.dir={self.directory} is of a run that trains {state['trains']}, and "
-                                 f"this one trains {self.trains}; take another folder")
+                raise ValueError(f"trainer.dir={self.directory} is of a run that trains {state['trains']}, "
+                                 f"and this one trains {self.trains}; take another folder")
         if self.main:
             self.directory.mkdir(parents=True, exist_ok=True)
             self.lock = open(self.directory / "lock", "w")

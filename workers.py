@@ -1,5 +1,5 @@
-"""One process per device: FSDP2 models (actor, critic, reference, reward model), their passes and updates,
-one rank's engine.
+"""One process per device: FSDP2 models (actor, critic, reference, reward model), their passes and
+updates, and one rank's engine.
 
 A `Worker` is told what to do by the trainer, through Ray or directly (torchrun, launch=local). Every method
 that takes a batch is called on all ranks together, each with its own share of the rows. Inside, rows become
