@@ -209,7 +209,7 @@ def devices_of(config):
     """{role: how many devices its pool has}, of pools that have each role once."""
     devices = {role: pool["nodes"] * pool["devices_per_node"]
                for pool in config.pools.values() for role in pool["roles"]}
-    if "WORLD_SIZE" in os.environ:  # torchrun has said how many there are
+    if "RANK" in os.environ:  # torchrun has said how many there are
         devices = dict.fromkeys(devices, int(os.environ["WORLD_SIZE"]))
     return devices
 
@@ -219,6 +219,7 @@ PATHS = *MODELS, "model.tokenizer", "reward_model.tokenizer"
 RANGES = [  # patterns of keys, what holds for their values, and that in words
     ("*.lr *.weight_decay *kl_coef", lambda x: 0 <= x < inf, "must be at least 0 and finite"),
     ("*.clip_ratio_* *.cliprange_value", lambda x: x >= 0, "must be at least 0"),
+    ("actor.clip_ratio_c", lambda x: x > 1, "must be above 1"),
     ("validation.temperature", lambda x: 0 <= x < inf, "must be at least 0 and finite"),
     ("*.gamma *.lam *.min_lr_ratio *.min_p *_cov_ratio", lambda x: 0 <= x <= 1, "must be from 0 to 1"),
     ("*.top_p *.mem_fraction", lambda x: 0 < x <= 1, "must be above 0 and at most 1"),
@@ -313,12 +314,13 @@ def check_effects(config, now, require):
         "rollout.tool_timeout": not talks and "rollout.tools and rollout.interaction are {}",
         "rollout.only": replay and "trainer.replay has no rollout",
         "trainer.record": replay and "trainer.replay has the records",
+        "rollout.correction": actor.old_logprobs == "rollout" and "actor.old_logprobs is rollout",
         "rollout.correction_cap": rollout.correction == "off" and "rollout.correction is off",
         "reward.overlong_penalty": config.reward.overlong_buffer == 0 and "reward.overlong_buffer is 0",
         "reward_model.*": "reward" not in described and "reward_model.path is null",
         "actor.lora_*": actor.lora_rank == 0 and "actor.lora_rank is 0",
         "model.attn_implementation": config.model.sp > 1 and "model.sp is above 1",
-        "trainer.max_restarts": "WORLD_SIZE" in os.environ and "torchrun has --max-restarts",
+        "trainer.max_restarts": "RANK" in os.environ and "torchrun has --max-restarts",
         "ray.num_cpus": config.ray.address is not None and "ray.address is given",
         "validation.*": config.data.val is None and "data.val is null",
     }
@@ -371,6 +373,7 @@ def check_devices(config, now, require):
     require(once and together, "pools",
             f"must place {', '.join(sorted(needed))} once each, actor and rollout together")
     devices = devices_of(config)
+    require("RANK" not in os.environ or len(config.pools) == 1, "pools", "must be one under torchrun")
     single = devices["actor"] == len(config.pools) == 1
     require(config.launch == "ray" or single, "launch", "needs one pool of one device")
     for key, roles in (("rollout.tp", {"rollout"}), ("model.sp", needed), ("model.fsdp_size", needed)):
@@ -395,16 +398,20 @@ def check_sizes(config, now, require):
     require((rollout.kv_tokens or cached) >= cached, "rollout.kv_tokens", f"{room}, and 8 more")
     require(config.reward.overlong_buffer <= rollout.max_response_length, "reward.overlong_buffer",
             f"must be at most rollout.max_response_length={rollout.max_response_length}")
+    require(config.critic.warmup_steps < steps, "critic.warmup_steps",
+            f"must be below trainer.steps={steps}, or the actor learns nothing")
     for role in sorted(needed & {"actor", "critic"}):
         size, tokens, warmup = f"{role}.mini_batch_size", f"{role}.max_tokens_per_device", f"{role}.warmup"
         require(responses % now[size] == 0, size, f"must divide data.batch_size * rollout.n = {responses}")
         shares = devices[role] // config.model.sp
         require(now[size] >= shares, size, f"must be at least the {shares} shares of its pool's devices")
         require(now[tokens] >= longest, tokens, room)
-        updates = steps * now[f"{role}.epochs"] * (responses // now[size])
+        learning = steps - config.critic.warmup_steps * (role == "actor")  # 0 without a critic
+        updates = learning * now[f"{role}.epochs"] * (responses // now[size])
         require(now[warmup] <= updates, warmup, f"must be at most the {updates} updates of the run")
-    require(config.critic.warmup_steps < steps, "critic.warmup_steps",
-            f"must be below trainer.steps={steps}, or the actor learns nothing")
+    kept = 5 * config.algorithm.kl_horizon > responses  # of kl_coef, see algos.kl_controller
+    require(kept or config.algorithm.kl_target is None, "algorithm.kl_horizon",
+            f"must be above data.batch_size * rollout.n / 5 = {responses / 5:g}, or kl_coef may fall to 0")
     first = (config.trainer.profile_steps or [1])[0]
     require(first <= steps, "trainer.profile_steps", f"must begin within trainer.steps={steps}")
 
@@ -476,7 +483,7 @@ def check_start(config):
                                  "that, or begin in a new trainer.dir")
     check_model(config)
     check_vocabularies(config)
-    if config.launch == "ray" and "WORLD_SIZE" not in os.environ:
+    if config.launch == "ray" and "RANK" not in os.environ:
         check_cluster(config)
 
 
@@ -520,6 +527,10 @@ def check_cluster(config):
     if address is None:
         import torch
 
+        for name, pool in config.pools.items():
+            if pool["nodes"] > 1:
+                raise ValueError(f"pools.{name}.nodes={pool['nodes']} needs ray.address: a Ray of our own is "
+                                 "one node")
         cpus = config.ray.num_cpus or os.cpu_count()
         devices = min(cpus, torch.cuda.device_count() or cpus)
         wanted = sum(pool["nodes"] * pool["devices_per_node"] for pool in config.pools.values())

@@ -15,8 +15,8 @@ import random
 import runpy
 import sys
 import traceback
-import urllib.parse
 from pathlib import Path
+from urllib.parse import parse_qsl
 
 import torch
 import yaml
@@ -89,8 +89,11 @@ def load_rows(spec, options, key="data.train"):
     source, prompt_key, answer_key = Path(name).stem, options.prompt_key, options.answer_key
     make = load_function(name, key) if ".py:" in name else None
     with blame(key, spec):
-        arguments = {option: yaml.safe_load(value) for option, value in urllib.parse.parse_qsl(query)}
-        if make:
+        # True twice: an option without a value is not left out, but is null, or refused without a `=`.
+        arguments = {option: yaml.safe_load(value) for option, value in parse_qsl(query, True, True)}
+        if name.endswith((".json", ".csv", ".txt", ".py")) or query and (make or name.endswith(".jsonl")):
+            raise ValueError("a file must be .jsonl, .parquet or .py:function, and only .parquet has options")
+        elif make:
             entries = make()
         elif name.startswith("reasoning_gym:"):
             import reasoning_gym
@@ -98,8 +101,6 @@ def load_rows(spec, options, key="data.train"):
             entries = reasoning_gym.create_dataset(source, **arguments)
         elif name.endswith(".jsonl"):
             entries = json_lines(name)
-        elif name.endswith((".json", ".csv", ".txt", ".py")):
-            raise ValueError("a file must be .jsonl, .parquet or .py:function")
         else:
             import datasets
             place = {"path": "parquet", "data_files": name} if name.endswith(".parquet") else {"path": name}
@@ -110,8 +111,9 @@ def load_rows(spec, options, key="data.train"):
                 found = ", ".join(columns) or repr(entry)[:60]
                 raise ValueError(f"row {number} has {found}, but not text or messages as data.prompt_key="
                                  f"{prompt_key} and something as data.answer_key={answer_key}")
-            yield {"prompt": entry[prompt_key], "answer": entry[answer_key],
-                   "source": str(entry.get(options.source_key) or source), "entry": entry}
+            known = entry.get(options.source_key) not in (None, "")
+            yield {"prompt": entry[prompt_key], "answer": entry[answer_key], "entry": entry,
+                   "source": str(entry[options.source_key]) if known else source}
 
 
 def on_hub(spec):

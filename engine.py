@@ -45,7 +45,7 @@ def engine_arguments(config, model_path, device, hosts=("",), node=0):
         "tp_size": rollout.tp,
         "load_format": "dummy",  # a sync always comes first, so weights from disk would be read for nothing
         "context_length": longest + 8,  # SGLang keeps some for itself and would cut the longest responses
-        "random_seed": config.seed,
+        "random_seed": config.seed % 2**32,  # numpy's, which takes no larger one; requests have their own
         "skip_tokenizer_init": True,
         "sleep_on_idle": True,  # or an idle scheduler holds a core of the trainer
     }

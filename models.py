@@ -22,6 +22,9 @@ from transformers import get_cosine_with_min_lr_schedule_with_warmup as cosine_s
 import data
 
 VALUED = ("critic", "reward")  # roles with a head of one number per token; others have a language-model head
+# What some configs change logits by after the head, which `token_logprobs` does not do; 1 changes nothing.
+AFTER_THE_HEAD = ("final_logit_softcapping", "logits_soft_cap", "logits_scaling", "logit_scale",
+                  "lm_head_multiplier", "output_multiplier")
 
 
 # ---- Forward passes ----------------------------------------------------------------------------------------
@@ -90,8 +93,8 @@ def token_logprobs(model, inputs, predictors, labels, temperature, with_entropy)
 
 
 def token_values(forward, inputs, predictors):
-    """What replaces the forward of a critic: the value [N] at the position that predicts each response
-    token."""
+    """What replaces the forward of a critic or a reward model: the value [N] at the position that predicts
+    each response token."""
     return (forward(**inputs, use_cache=False).logits.flatten(0, 1)[predictors, 0].float(),)
 
 
@@ -159,9 +162,14 @@ def gather_tokens(part, mine, group):
 # ---- Building models ---------------------------------------------------------------------------------------
 
 
+def settings_of(role, config):
+    """The role's section of the config."""
+    return config.reward_model if role == "reward" else getattr(config, role)
+
+
 def own_config(role, path, config):
     """The model's own config, with `model.overrides`. No weights are read. Raises ValueError for a model that
-    cannot be cut, packed or as long as the config says."""
+    cannot be cut, packed or as long as the config says, or whose head is not one that we compute."""
     options = {"trust_remote_code": config.model.trust_remote_code, **config.model.overrides}
     try:
         whole, unknown = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **options)
@@ -187,9 +195,14 @@ def own_config(role, path, config):
     if others and (config.model.sp > 1 or config.actor.share_prompt):
         raise ValueError(f"actor.share_prompt=false and model.sp=1 are needed for {path}, which has layers "
                          f"with {', '.join(sorted(others))}")
-    if role == "reward" and not any("Classification" in name for name in whole.architectures or ()):
+    for key in AFTER_THE_HEAD if role not in VALUED else ():
+        if getattr(shape, key, None) not in (None, 1):
+            raise ValueError(f"{path} must not change its logits after the head, as {key}="
+                             f"{getattr(shape, key)} says: log-probs are computed without that")
+    classifies = any("Classification" in name for name in whole.architectures or ())
+    if role == "reward" and not (classifies and whole.num_labels == 1):
         raise ValueError(f"reward_model.path={path} must be a classifier with one label, it is "
-                         f"{whole.architectures}")
+                         f"{whole.architectures} with {whole.num_labels}")
     return whole
 
 
@@ -207,11 +220,15 @@ def model_class(role, path, config):
 
 
 def prepare(model, settings, seed):
-    """Make a model as transformers gives it ready for training, with its adapter if it has one."""
+    """Make a model as transformers gives it ready for training, with its adapter if it has one. Raises
+    ValueError for an adapter of its embedding or head."""
     if getattr(settings, "lora_rank", 0):
         torch.manual_seed(seed)  # B is 0 and A is drawn: the first policy is the base model
         size = {"r": settings.lora_rank, "lora_alpha": settings.lora_alpha}
         model.add_adapter(LoraConfig(**size, target_modules=settings.lora_targets))
+        ends = model.get_input_embeddings(), model.get_output_embeddings()
+        if any(hasattr(end, "base_layer") for end in ends):  # `token_logprobs` reads the head's weight alone
+            raise ValueError("must leave out the embedding and the head, where no adapter is trained")
     if getattr(settings, "gradient_checkpointing", False):
         model.gradient_checkpointing_enable({"use_reentrant": False})
     for module in model.modules():
@@ -224,7 +241,7 @@ def meta_model(role, path, config, attention):
     """The model that `build_model` makes for a role, with its adapter, on the meta device: the shapes, not
     the memory. Raises ValueError, one line, where the config does not fit it."""
     auto, model_config = model_class(role, path, config)
-    settings = getattr(config, "reward_model" if role == "reward" else role)
+    settings = settings_of(role, config)
     kwargs = {"trust_remote_code": config.model.trust_remote_code, "attn_implementation": attention}
     with torch.device("meta"), data.blame(role, path):
         model = auto.from_config(model_config, dtype=getattr(torch, settings.compute_dtype), **kwargs)
@@ -238,7 +255,8 @@ def build_model(role, path, settings, config, mesh):
 
     Rank 0 reads the weights, the other ranks build on the meta device and receive their shards from it, so a
     full copy exists once per job and only while loading. Master weights are float32; `settings.compute_dtype`
-    is the precision of the passes.
+    is the precision of the passes. Raises ValueError for a weight that the checkpoint lacks, other than a
+    critic's head.
     """
     auto, model_config = model_class(role, path, config)
     kwargs = {"trust_remote_code": config.model.trust_remote_code, "dtype": torch.float32}

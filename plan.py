@@ -14,7 +14,7 @@ import models
 from agent import Agent
 from config import roles_needed
 from engine import engine_arguments
-from models import VALUED
+from models import VALUED, settings_of
 from rehearsal import activations
 
 START_ORDER = ("critic", "ref", "reward", "actor", "rollout")
@@ -23,7 +23,7 @@ NOTHING = dict.fromkeys(("parameters", "trained", "weights", "gradients", "optim
                          "activations", "logits", "kv cache"), 0)  # the estimate: two counts, then bytes
 PASSING = ("gradients", "unsharded", "activations", "logits")  # of one role at a time
 MIB = 2**20
-LOGITS = 2**24  # so many exist at once, at most: models.token_logprobs
+LOGITS = 2**24  # so many exist at once, at most: models.HeadLogprobs.chunks
 LOGITS_COPIES = 5  # in float32, at the height of their backward pass: measured in tests/test_plan.py
 CPU_KV_TOKENS = 32768  # as in sglang_cpu.ENGINE_ARGS, which takes seconds to import
 LIBRARIES = {"rank": 1190, "engine": 1180}  # MiB of a process without a model: measured in tests/test_plan.py
@@ -62,11 +62,6 @@ def planned_device(config):
     """GPUs where there are some, or where bfloat16 asks for them."""
     asked = "bfloat16" in (config.rollout.dtype, config.actor.compute_dtype)
     return "cuda" if asked or torch.cuda.is_available() else "cpu"
-
-
-def settings_of(role, config):
-    """The role's section of the config."""
-    return config.reward_model if role == "reward" else getattr(config, role)
 
 
 def meta_model(role, config):

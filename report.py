@@ -22,8 +22,8 @@ from matplotlib.figure import Figure
 MAX_SAMPLES = 20
 TIMES = r"time/(?!step$).+"
 # A step's phases in the order in which they happen; any other comes after these.
-PHASES = ("sync", "rollout", "reward", "rollout_greedy", "sleep", "old_logprobs", "ref_logprobs", "values",
-          "advantage", "update_critic", "update_actor", "validate", "save")
+PHASES = ("sync", "rollout", "reward_model", "reward", "rollout_greedy", "sleep", "old_logprobs",
+          "ref_logprobs", "values", "advantage", "update_critic", "update_actor", "validate", "save")
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "", "font.size": 9, "legend.frameon": False,
          "axes.grid": True, "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False,
          "grid.color": "#eee"}

@@ -8,7 +8,6 @@ import ctypes
 import gc
 import math
 import mmap
-import os
 import sys
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -38,12 +37,13 @@ choices.add_radix_supported_deterministic_attention_backend_choices(BACKENDS)
 
 
 def environment(tp):
-    """Environment variables for the engine's processes, `tp` of which share the cores."""
+    """Environment variables for the engine's `tp` processes. Each has as many threads as this process, whose
+    worker sleeps while they work: its share of a machine on which there may be more."""
     return {
         "TORCHDYNAMO_DISABLE": "1",  # it would ask for a CUDA device
         "SGLANG_NCCL_SO_PATH": "/nonexistent",  # so pynccl switches itself off, and gloo does its work
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join("0" * tp),  # asked for; only the missing kernels would obey
-        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // tp)),  # Ray sets 1
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),  # Ray sets 1
         # Threads that spin for long while they wait make small products up to 20 times slower on a busy
         # machine; those that never do make a decode step 1.6 times slower on an idle one.
         "OMP_WAIT_POLICY": "PASSIVE",

@@ -1,7 +1,7 @@
 """A calculator that the model may call, and problems that need one: calculator.yaml trains on them.
 
-So small a model does not call a tool because it is told that there is one: none of 96 tries. After a worked
-example, earlier turns of the same chat, it does now and then, and learns to do so every time.
+So small a model does not call a tool because it is told that there is one. After a worked example, earlier
+turns of the same chat, it answers 22 of the 32 held-out problems rightly by a call before any training.
 """
 import ast
 import operator

@@ -20,7 +20,8 @@ def exact(response, answer, row):
 def last_number(text):
     """The first number after the last `####`, or else the last one; NaN without any. 1,234 is one number."""
     _, mark, rest = text.rpartition("####")
-    numbers = re.findall(r"((?:(?<!\w)-)?)\$?(\d{1,3}(?:,\d{3})+(?!\d)|\d+)(\.\d+)?", rest)
+    sign, whole = r"((?:(?<!\w)-)?)\$?", r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?"
+    numbers = re.findall(rf"{sign}({whole}|(?<![\w.])\.\d+)", rest)
     return float("".join(numbers[0 if mark else -1]).replace(",", "")) if numbers else mathematics.nan
 
 

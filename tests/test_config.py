@@ -26,6 +26,7 @@ GAE, KL = "algorithm.advantage=gae", "algorithm.kl_in_reward=true"
 ONE = ["rollout.n=1", "actor.mini_batch_size=8"]
 ROLES = "pools.main.roles=[actor, rollout]"
 POOL = "pools.b={nodes: 1, devices_per_node: 1, roles: [critic]}"
+WARM = [GAE, "trainer.steps=8", "critic.warmup_steps=2"]  # 8 updates of the critic, 6 of the actor
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -182,7 +183,7 @@ REFUSED = [  # the line has this, words
          "pools.main.nodes=0"),
         ("at least 0", "seed=-1"), ("int, like 8; None is null", "data.batch_size=${env:WORD}"),
         ("at least 0 and finite", "actor.lr=nan"), ("at least 0 and finite", "critic.lr=inf"),
-        ("at least 0", "actor.clip_ratio_low=-0.1"), ("from 0 to 1", "algorithm.gamma=1.1"),
+        ("at least 0", "actor.clip_ratio_low=-0.1"), ("above 1", "actor.clip_ratio_c=1"), ("from 0 to 1", "algorithm.gamma=1.1"),
         ("finite", "actor.entropy_coef=nan"), ("finite", "reward.fallback=-inf"), ("above 0 and finite", "reward.timeout=nan"),
         ("above 0 and finite", "rollout.tool_timeout=0"), ("at least 1", "rollout.bucket_mb=0"),
         ("at most rollout.max_response_length=256", "reward.overlong_buffer=257"),
@@ -229,7 +230,11 @@ REFUSED = [  # the line has this, words
      "pools.main.devices_per_node=2"),
     ("must place actor, reward, rollout once each", ROLES, "reward_model.path=org/name"),
     ("actor.warmup=9.0 must be at most the 8 updates of the run", "actor.warmup=9", "trainer.steps=8"),
-    ("critic.warmup_steps=8 must be below trainer.steps=8", "critic.warmup_steps=8", "trainer.steps=8", GAE),
+    *((f"critic.warmup_steps={steps} must be below trainer.steps=8", f"critic.warmup_steps={steps}",
+       "trainer.steps=8", GAE) for steps in (8, 9)),
+    ("actor.warmup=7.0 must be at most the 6 updates of the run", *WARM, "actor.warmup=7"),
+    ("algorithm.kl_horizon=12 must be above data.batch_size * rollout.n / 5 = 12.8", KL, "algorithm.kl_target=1",
+     "algorithm.kl_horizon=12"),
     ("trainer.profile_steps=[9, 9] must begin within", "trainer.profile_steps=[9, 9]", "trainer.steps=8"),
     ("reward.function='none' needs reward_model.path or", "reward.function=none"),
     ("algorithm.dynamic_sampling=1 needs rollout.n above 1", "algorithm.dynamic_sampling=1", GAE, "rollout.n=1",
@@ -258,9 +263,25 @@ def test_refused(message, words, refusal, monkeypatch):
     ["actor.mini_batch_size=1", "pools.main.devices_per_node=2", "model.sp=2"], ["trainer.profile_steps=[1, 2]"], [ROLES, POOL, GAE], ["actor.old_logprobs=skip"],
     ["model.path=recipes/toy.py:build", "actor.warmup=10", "critic.warmup=0.0", "actor.clip_grad=inf",
      "actor.lr=0"],
+    [KL, "algorithm.kl_target=1", "algorithm.kl_horizon=13"], ["actor.clip_ratio_c=inf"],
+    [*WARM, "actor.warmup=6", "critic.warmup=8"],
 ])
 def test_check_passes(words):
     check(load([], GOOD + words))
+
+
+@pytest.mark.parametrize("message, words", [
+    ("must be one under torchrun", [ROLES, POOL, GAE]),
+    ("model.sp=4 must divide the 2 devices of the pool with role actor", ["model.sp=4"]),
+    ("has no effect, because torchrun has --max-restarts", ["trainer.max_restarts=1"]),
+])
+def test_torchrun_has_one_pool_of_all_its_ranks(message, words, refusal, monkeypatch):
+    """train_ppo.py knows it by RANK, too."""
+    check(load([], [*GOOD, ROLES, POOL, GAE]))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert message in refusal(*GOOD, *words)
+    check(load([], [*GOOD, "model.sp=2"]))
 
 
 IDLE = [  # a word, what makes it have no effect, what makes it have one, the reason
@@ -268,10 +289,11 @@ IDLE = [  # a word, what makes it have no effect, what makes it have one, the re
     ("ref.path=org/name", [], ["actor.kl_coef=0.1"],
      "algorithm.kl_in_reward is false and actor.kl_coef is 0"),
     ("algorithm.kl_coef=0.5", [], [KL], "algorithm.kl_in_reward is false"),
-    ("algorithm.kl_horizon=5", [KL], [KL, "algorithm.kl_target=1"], "algorithm.kl_target is null"),
+    ("algorithm.kl_horizon=50", [KL], [KL, "algorithm.kl_target=1"], "algorithm.kl_target is null"),
     ("actor.kl_estimator=k1+", [], ["actor.kl_coef=0.1"], "actor.kl_coef is 0"),
     ("actor.min_lr_ratio=0.1", [], ["actor.schedule=cosine"], "actor.schedule is constant"),
     ("critic.min_lr_ratio=0.1", [GAE], [GAE, "critic.schedule=cosine"], "critic.schedule is constant"),
+    ("rollout.correction=token", ["actor.old_logprobs=rollout"], [], "actor.old_logprobs is rollout"),
     ("rollout.correction_cap=3.0", [], ["rollout.correction=token"], "rollout.correction is off"),
     ("reward.overlong_penalty=0.5", [], ["reward.overlong_buffer=9"], "reward.overlong_buffer is 0"),
     ("validation.n=2", ["validation.temperature=1"], ["validation.temperature=1", "data.val=reasoning_gym:chain_sum"], "data.val is null"),

@@ -130,6 +130,10 @@ def test_sources(tmp_path):
     ("reasoning_gym:chain_sums", ["data.train=reasoning_gym:chain_sums", "chain_sums"]),
     ("reasoning_gym:chain_sum?terms=2", ["data.train=reasoning_gym:chain_sum?terms=2", "terms"]),
     ("reasoning_gym:chain_sum?size=0", ["size must be positive"]),
+    ("reasoning_gym:chain_sum?size", ["data.train=reasoning_gym:chain_sum?size: ", "bad query field: 'size'"]),
+    ("reasoning_gym:chain_sum?size=", ["data.train=reasoning_gym:chain_sum?size=: ", "NoneType"]),
+    ("recipes/toy.py:problems?size=3", ["problems?size=3: a file must be ", "only .parquet has options"]),
+    ("rows.jsonl?size=3", ["data.train=rows.jsonl?size=3: a file must be ", "only .parquet has options"]),
 ])
 def test_wrong_source_is_one_line(spec, words, tmp_path):
     if spec == "README.md":
@@ -151,9 +155,9 @@ def test_wrong_rows_are_one_line(tmp_path):
 
 
 def test_a_null_source_is_the_name_of_the_file(tmp_path):
-    rows = [{"prompt": "w9", "answer": "1", "source": source} for source in (None, "other", 3)]
+    rows = [{"prompt": "w9", "answer": "1", "source": source} for source in (None, "", "other", 3, 0)]
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    assert [row["source"] for row in data.load_rows(path, data_options())] == ["rows", "other", "3"]
+    assert [row["source"] for row in data.load_rows(path, data_options())] == ["rows", "rows", "other", "3", "0"]
 
 
 # ---- prompts ----
@@ -511,6 +515,7 @@ def scoring_processes():
     ("#### 3", "-3", 0), ("The total is 72 clips, altogether.", 72, 1), ("$1,234.50 now", "1234.50", 1),
     ("$1,234.50 now", "1,234.5", 1),
     ("no number", "42", 0), ("", "42", 0), ("10-3 = 7.", "7", 1), ("it is 5-3", "3", 1), ("-$5", "-5", 1),
+    ("The answer is .5", "0.5", 1), (".5", "5", 0), ("-$.50", "-0.5", 1), ("It is ...5", "5", 1), ("v.5", "5", 1),
     ("1, 2, 3", "3", 1), ("#### 42 (of 50)", "so #### 42", 1), ("####", "4", 0), ("It is 12.", "12", 1)])
 def test_number(response, answer, expected):
     assert functions.number(response, answer, {})["score"] == expected

@@ -11,6 +11,7 @@ import pytest
 import ray
 
 import config as configuration
+import models
 import scoring
 import train_ppo
 from recipes import guess, toy
@@ -243,6 +244,10 @@ def test_tools_need_a_chat_template(folder, refusal):
      {"layer_types": ["full_attention", "sliding_attention"]}),
     ("which has layers with sliding_window=8", [],
      {"model_type": "mistral", "sliding_window": 8, "layer_types": None}),
+    *((f"NAME must not change its logits after the head, as {key}={value} says", [],
+       {"model_type": kind, "architectures": [f"{kind.title()}ForCausalLM"], **said}) for key, value, kind, said in (
+          ("logits_scaling", 8.0, "granite", {"logits_scaling": 8.0}), ("logit_scale", 0.0625, "cohere", {}),
+          ("final_logit_softcapping", 30.0, "qwen2", {"final_logit_softcapping": 30.0}))),
     ("qwen99", [], {"model_type": "qwen99"}), ("max_position_embeddings", [], {"max_position_embeddings": 9}),
 ])
 def test_models(message, without, changes, tmp_path, refusal):
@@ -250,10 +255,27 @@ def test_models(message, without, changes, tmp_path, refusal):
     assert message.replace("NAME", str(folder)) in refusal(*TOY, f"model.path={folder}")
 
 
+@pytest.mark.parametrize("role, kind", [("actor", "granite"), ("ref", "gemma3_text"), ("critic", "cohere")])
+def test_a_head_that_changes_nothing_or_is_not_there(role, kind, tmp_path):
+    """Granite's default divides logits by 1, Gemma3's is null, and a critic does not have Cohere's head."""
+    folder = model(tmp_path, "copy", model_type=kind, layer_types=["full_attention"] * 2)
+    assert models.own_config(role, folder, configuration.load(TOY[1:])).model_type == kind
+
+
+def test_a_reward_model_has_one_label(tmp_path, refusal):
+    """Two is what transformers takes where a model's config has no number."""
+    folder = model(tmp_path, "copy", architectures=["Qwen2ForSequenceClassification"])
+    line = refusal(*TOY, f"reward_model.path={folder}")
+    assert line == (f"reward_model.path={folder} must be a classifier with one label, it is "
+                    "['Qwen2ForSequenceClassification'] with 2")
+
+
 @pytest.mark.parametrize("message, words", [
     ("model.overrides={'nope': 1}: the config of ", ["model.overrides.nope=1"]),
     ("flash", ["model.attn_implementation=flash", "actor.share_prompt=false"]),
     ("model.attn_implementation='eager' must be sdpa or flex_attention for packed prompts", ["model.attn_implementation=eager"]), ("actor.lora_targets=nope: ", ["actor.lora_targets=nope"]),
+    *((f"actor.lora_targets={name}: must leave out the embedding and the head", [f"actor.lora_targets={name}"])
+      for name in ("lm_head", ".*embed_tokens", ".*(q_proj|lm_head)")),
     ("reward_model.path=MODEL must be a classifier with one label", ["reward_model.path=recipes/toy.py:build"]),
     ("model.sp=8 must divide the 4 attention heads", ["model.sp=8", "pools.main.devices_per_node=8", "ray.num_cpus=8"]),
     ("model.path=FOLDER/rows.py:raises: KeyError: 'question' (line 3)", ["model.path=FOLDER/rows.py:raises"]),
@@ -280,6 +302,7 @@ def test_options_of_models(message, words, folder, refusal, monkeypatch):
     ("wants 4 devices, this machine has 3; ray.address would", ["pools.main.devices_per_node=4", "ray.num_cpus=3"]),
     ("ray.address=127.0.0.1:1 must be auto, or host:port of a Ray: [Errno 111]", ["ray.address=127.0.0.1:1"]),
     ("ray.address=cluster must be auto, or host:port of a Ray: invalid literal", ["ray.address=cluster"]),
+    ("pools.main.nodes=2 needs ray.address: a Ray of our own is one node", ["pools.main.nodes=2"]),
     ("FOLDER/file must be a folder", ["trainer.dir=FOLDER/file"]),
     ("FOLDER/file must be a folder", ["trainer.dir=FOLDER/file/run"]),
     ("trainer.dir='~/run' must not begin with ~", ["trainer.dir=~/run"]),

@@ -173,6 +173,7 @@ def test_what_is_planned_for(dry_run):
     asked = dry_run("rollout.kv_tokens=null", "rollout.dtype=bfloat16")
     assert "engine arguments besides those above; sglang_cpu.ENGINE_ARGS join\n  model" in at_home
     assert "GPU" not in at_home and "mem_fraction" not in at_home
+    assert "  random_seed=3\n" in dry_run(f"seed={2**32 + 3}")  # numpy takes none of 2**32 or more
     assert "engine arguments besides those above\n" in asked and "  device='cuda'\n" in asked
     assert "and the kv cache: what rollout.mem_fraction=0.6 leaves" in asked
 

@@ -89,6 +89,15 @@ def test_a_process_that_always_holds_the_most_is_not_drawn_on_the_frame():
     assert axes.get_ylim() == pytest.approx((0, 1320))
 
 
+def test_the_phases_of_the_trainer_have_a_place_in_their_order():
+    trainer = (ROOT / "train_ppo.py").read_text(encoding="utf-8")
+    named = set(re.findall(r'phase\("(\w+)"\)|"(\w+_logprobs|values)"\)', trainer))
+    assert {"".join(pair) for pair in named} >= {"sync", "reward_model", "reward", "old_logprobs", "values", "save"}
+    assert {"".join(pair) for pair in named} <= set(report.PHASES)
+    drawn = report.phases_of(["time/save", "time/reward", "time/mine", "time/reward_model", "time/rollout"])
+    assert drawn == ["rollout", "reward_model", "reward", "save", "mine"]
+
+
 def test_the_code_is_within_its_budget_and_the_readme_says_so():
     done = subprocess.run([sys.executable, ROOT / "bench" / "size.py"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -9,6 +9,7 @@ import json
 import sys
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -226,6 +227,21 @@ def test_seeds(ready):
     assert tokens(filtered[0]) == tokens(filtered[1])
     seeds = {sampling_seed(*what) for what in itertools.product(range(5), repeat=5)}
     assert len(seeds) == 5**5 and max(seeds) < 2**63
+
+
+def test_an_engines_processes_have_the_threads_of_their_worker():
+    """On a machine with more than one, that is its share of the cores. The engine starts in a thread."""
+    import sglang_cpu
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            variables = thread.submit(sglang_cpu.environment, 2).result()
+    finally:
+        torch.set_num_threads(before)
+    assert variables["OMP_NUM_THREADS"] == str(before + 1)
+    assert variables["SGLANG_CPU_OMP_THREADS_BIND"] == "0|0"
 
 
 def test_draw_follows_the_distribution():
