@@ -181,6 +181,9 @@ def options_in(config):
 # ---- What must hold, besides keys and types ----------------------------------------------------------------
 
 
+ROLES = ("critic", "ref", "reward", "actor", "rollout")  # in order of their start
+
+
 def roles_needed(config):
     """The set of roles that this config has work for: actor, mostly rollout, perhaps critic, ref, reward."""
     needed = roles_described(config)
@@ -203,6 +206,19 @@ def roles_described(config):
     if config.algorithm.kl_in_reward or config.actor.kl_coef:
         needed.add("ref")
     return needed
+
+
+def roles_built(config):
+    """Those that have a model of their own, in order: a reference may be the actor with its adapter off."""
+    borrowed = {"ref"} if config.actor.lora_rank and not config.ref.path else set()
+    return [role for role in ROLES if role in roles_needed(config) - borrowed]
+
+
+def updates_of(role, config, steps):
+    """Optimizer updates of the actor or the critic in so many steps. The critic may begin alone."""
+    settings, responses = getattr(config, role), config.data.batch_size * config.rollout.n
+    learning = max(0, steps - config.critic.warmup_steps * (role == "actor"))
+    return learning * settings.epochs * (responses // settings.mini_batch_size)
 
 
 def devices_of(config):
@@ -367,8 +383,8 @@ def check_devices(config, now, require):
     """Every role has a place, and what is shared is shared evenly."""
     needed, rollout = roles_needed(config), config.rollout
     placed = [(role, pool) for pool in config.pools.values() for role in pool["roles"]]
-    homes, known = dict(placed), {"actor", "rollout", "critic", "ref", "reward"}
-    once = len(placed) == len(homes) and needed <= homes.keys() <= known
+    homes = dict(placed)
+    once = len(placed) == len(homes) and needed <= homes.keys() <= set(ROLES)
     together = homes.get("actor") is homes.get("rollout", homes.get("actor"))
     require(once and together, "pools",
             f"must place {', '.join(sorted(needed))} once each, actor and rollout together")
@@ -406,8 +422,7 @@ def check_sizes(config, now, require):
         shares = devices[role] // config.model.sp
         require(now[size] >= shares, size, f"must be at least the {shares} shares of its pool's devices")
         require(now[tokens] >= longest, tokens, room)
-        learning = steps - config.critic.warmup_steps * (role == "actor")  # 0 without a critic
-        updates = learning * now[f"{role}.epochs"] * (responses // now[size])
+        updates = updates_of(role, config, steps)
         require(now[warmup] <= updates, warmup, f"must be at most the {updates} updates of the run")
     kept = 5 * config.algorithm.kl_horizon > responses  # of kl_coef, see algos.kl_controller
     require(kept or config.algorithm.kl_target is None, "algorithm.kl_horizon",

@@ -12,12 +12,11 @@ import torch
 import data
 import models
 from agent import Agent
-from config import roles_needed
+from config import roles_built, roles_needed, updates_of
 from engine import engine_arguments
 from models import VALUED, settings_of
 from rehearsal import activations
 
-START_ORDER = ("critic", "ref", "reward", "actor", "rollout")
 TRAINED = ("critic", "actor")
 NOTHING = dict.fromkeys(("parameters", "trained", "weights", "gradients", "optimizer", "unsharded",
                          "activations", "logits", "kv cache"), 0)  # the estimate: two counts, then bytes
@@ -40,14 +39,13 @@ def show(config):
         tokenizer = config.model.tokenizer or config.model.path
         Agent(config, data.load_tokenizer(tokenizer, config.model.trust_remote_code))
     needed = roles_needed(config)
-    adapter_off = "ref" in needed and config.actor.lora_rank and not config.ref.path
-    roles = [role for role in START_ORDER if role in needed and not (role == "ref" and adapter_off)]
+    roles = roles_built(config)
     built = {role: meta_model(role, config) for role in roles if role != "rollout"}
     homes = {role: name for role in roles for name, pool in config.pools.items() if role in pool["roles"]}
     worlds = {name: pool["nodes"] * pool["devices_per_node"] for name, pool in config.pools.items()}
     for name, pool in config.pools.items():
         show_ranks(name, pool, [role for role in roles if homes[role] == name], config)
-    if adapter_off:
+    if "ref" in needed and "ref" not in roles:
         print("ref: the actor with its adapter off\n")
     print("engine arguments besides those above" + "; sglang_cpu.ENGINE_ARGS join" * (device == "cpu"))
     for name, value in engine_arguments(config, data.resolve_model(config.model.path), device).items():
@@ -108,9 +106,9 @@ def show_batch(worlds, steps, config):
     for role in (role for role in TRAINED if role in worlds):
         settings, dp = settings_of(role, config), worlds[role] // sp
         size, epochs, tokens = settings.mini_batch_size, settings.epochs, settings.max_tokens_per_device
-        updates, late = responses // size * epochs, config.critic.warmup_steps * (role == "actor")
-        total = f", {max(0, steps - late) * updates} in up to {steps} steps" if steps is not None else ""
-        print(f"  {role}: {responses // size} mini-batches x {epochs} epochs = {updates} updates{total}\n"
+        total = f", {updates_of(role, config, steps)} in up to {steps} steps" if steps is not None else ""
+        print(f"  {role}: {responses // size} mini-batches x {epochs} epochs = {responses // size * epochs} "
+              f"updates{total}\n"
               f"    each of {size} responses, about {size / dp:g} in each of {dp} dp shares, even in tokens\n"
               f"    in forward passes of up to {tokens} tokens, {-(-tokens // sp)} on each device")
 

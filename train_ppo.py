@@ -137,13 +137,11 @@ class Trainer:
     def __init__(self, config, launch, main):
         self.config, self.launch, self.main = config, launch, main
         path = data.resolve_model(config.model.path)
-        self.paths = {"actor": path, "rollout": path}
-        sections = {"critic": config.critic, "ref": config.ref, "reward": config.reward_model}
-        for role, section in sections.items():
-            self.paths[role] = data.resolve_model(section.path or path)
+        self.paths = dict.fromkeys(configuration.ROLES, path)
+        for role in ("critic", "ref", "reward"):
+            self.paths[role] = data.resolve_model(models.settings_of(role, config).path or path)
         trust, other = config.model.trust_remote_code, config.reward_model.tokenizer
-        needed = configuration.roles_needed(config)
-        for role in needed - {"rollout"}:
+        for role in configuration.roles_needed(config) - {"rollout"}:
             models.meta_model(role, self.paths[role], config, config.model.attn_implementation)
         self.tokenizer = data.load_tokenizer(config.model.tokenizer or path, trust)
         tools = Agent(config, self.tokenizer).schemas
@@ -160,7 +158,8 @@ class Trainer:
         self.best = -math.inf  # mean validation score over sources
         self.rewards = self.board = None
         self.pools, self.groups = [], {}
-        self.trains = sorted({"actor", "critic"} & needed) if not config.rollout.only else []
+        learners = {"actor", "critic"} & configuration.roles_needed(config)
+        self.trains = [] if config.rollout.only else sorted(learners)
         self.open_directory()
 
     def start(self):
@@ -173,12 +172,11 @@ class Trainer:
             self.pools.append(group_class(config, name, pool))
             needed = configuration.roles_needed(config).intersection(pool["roles"])
             self.groups |= dict.fromkeys(needed, self.pools[-1])
-        for role in ("critic", "ref", "reward", "actor", "rollout"):
-            adapter_off = role == "ref" and config.actor.lora_rank and not config.ref.path
-            if adapter_off:
-                self.groups["ref"] = self.groups["actor"]
-            elif role in self.groups:
-                self.groups[role].call("build", role, self.paths[role], self.total)
+        built = configuration.roles_built(config)
+        for role in built:
+            self.groups[role].call("build", role, self.paths[role], self.total)
+        if "ref" in self.groups and "ref" not in built:  # it is the actor with its adapter off
+            self.groups["ref"] = self.groups["actor"]
         self.directory = self.once(lambda: self.directory)  # where its name is the time, ranks may differ
         if config.trainer.tensorboard and self.main:
             self.board = tensorboard.SummaryWriter(self.directory)

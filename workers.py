@@ -26,8 +26,9 @@ from transformers.utils import logging as transformers_logging
 
 import algos
 import data
+from config import updates_of
 from models import VALUED, build_model, build_optimizer, gather_tokens, packed_mask, sequence_shard
-from models import ulysses_attention
+from models import settings_of, ulysses_attention
 from rollout import Rollout
 
 # The token columns that losses are made from, and those that a forward pass gives.
@@ -121,12 +122,10 @@ class Worker:
             mesh = init_device_mesh(self.device, shape, mesh_dim_names=("dp", "tp"))
             self.rollout = Rollout(config, path, tokenizer, self.device, mesh)
             return
-        settings = getattr(config, "reward_model" if role == "reward" else role)
+        settings = settings_of(role, config)
         self.models[role] = model = build_model(role, path, settings, config, self.mesh)
         if role in ("actor", "critic"):
-            responses = config.data.batch_size * config.rollout.n
-            steps -= config.critic.warmup_steps * (role == "actor")
-            updates = steps * settings.epochs * (responses // settings.mini_batch_size)
+            updates = updates_of(role, config, steps)
             self.optimizers[role], self.schedules[role] = build_optimizer(model, settings, updates)
 
     # -- rollout
@@ -368,8 +367,7 @@ class Worker:
 
     def memory(self):
         """MiB held by each process of this rank: resident on CPU, reserved by the allocator on a GPU."""
-        resident = psutil.Process().memory_info().rss
-        own = torch.cuda.memory_reserved() if self.device == "cuda" else resident
+        own = torch.cuda.memory_reserved() if self.device == "cuda" else psutil.Process().memory_info().rss
         engine = self.rollout.memory() if self.rollout else {}
         return {f"{name}{self.rank}": mib for name, mib in ({"trainer": own / 2**20} | engine).items()}
 
