@@ -18,6 +18,7 @@ from collections import Counter
 from multiprocessing import forkserver
 from pathlib import Path
 
+import numpy
 import pebble
 import psutil
 import torch
@@ -49,7 +50,8 @@ def score_one(spec, response, answer, row):
         result["score"] = math.nan if result["score"] is None else float(result["score"])
         if torch.tensor(result["score"]).isinf():  # as is 1e39, in float32
             raise ValueError("an infinite score would make the loss NaN")
-        found = {str(key): float(value) for key, value in result.items() if isinstance(value, numbers.Real)}
+        real = numbers.Real, numpy.bool_  # the first includes NumPy's other numbers
+        found = {str(key): float(value) for key, value in result.items() if isinstance(value, real)}
         return found | {key: str(result[key]) for key in ("prediction",) if key in result}
     except BaseException:
         raise RuntimeError(traceback.format_exc()) from None
