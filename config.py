@@ -214,6 +214,11 @@ def roles_built(config):
     return [role for role in ROLES if role in roles_needed(config) - borrowed]
 
 
+def roles_trained(config):
+    """Those that learn, and are saved."""
+    return [] if config.rollout.only else sorted({"actor", "critic"} & roles_needed(config))
+
+
 def updates_of(role, config, steps):
     """Optimizer updates of the actor or the critic in so many steps. The critic may begin alone."""
     settings, responses = getattr(config, role), config.data.batch_size * config.rollout.n

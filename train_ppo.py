@@ -158,8 +158,6 @@ class Trainer:
         self.best = -math.inf  # mean validation score over sources
         self.rewards = self.board = None
         self.pools, self.groups = [], {}
-        learners = {"actor", "critic"} & configuration.roles_needed(config)
-        self.trains = [] if config.rollout.only else sorted(learners)
         self.open_directory()
 
     def start(self):
@@ -179,6 +177,8 @@ class Trainer:
             self.groups["ref"] = self.groups["actor"]
         self.directory = self.once(lambda: self.directory)  # where its name is the time, ranks may differ
         if config.trainer.tensorboard and self.main:
+            from torch.utils import tensorboard
+
             self.board = tensorboard.SummaryWriter(self.directory)
 
     def open_directory(self):
@@ -190,9 +190,10 @@ class Trainer:
             state = json.loads((self.resumed / "trainer.json").read_text())
             self.step, self.kl_coef, self.best = state["step"], state["kl_coef"], state["best"]
             self.prompts.load_state_dict(state["prompts"])
-            if state["trains"] != self.trains:
+            trains = configuration.roles_trained(self.config)
+            if state["trains"] != trains:
                 raise ValueError(f"trainer.dir={self.directory} is of a run that trains {state['trains']}, "
-                                 f"and this one trains {self.trains}; take another folder")
+                                 f"and this one trains {trains}; take another folder")
         if self.main:
             self.directory.mkdir(parents=True, exist_ok=True)
             self.lock = open(self.directory / "lock", "w")
@@ -312,8 +313,7 @@ class Trainer:
             metrics[name] += self.metrics.get(name, 0)
         self.metrics |= metrics
         if self.config.algorithm.advantage == "remax":  # a greedy response is its prompt's baseline
-            once, greedily = data.repeat(prompts, 1), {"temperature": 0.0}
-            greedy, _ = self.answer(once, greedily, self.step, "rollout_greedy")
+            greedy, _ = self.answer(data.repeat(prompts, 1), {"temperature": 0}, self.step, "rollout_greedy")
             baselines = dict(zip(greedy["uid"], greedy["scores"]))
             batch["reward_baselines"] = [baselines[uid] for uid in batch["uid"]]
         return batch
@@ -436,9 +436,8 @@ class Trainer:
             return
         with open(self.directory / "metrics.jsonl", "a") as file:
             file.write(json.dumps({"step": self.step, **metrics}) + "\n")
-        if self.board:
-            for name, value in metrics.items():
-                self.board.add_scalar(name, value, self.step)
+        for name, value in metrics.items() if self.board else ():
+            self.board.add_scalar(name, value, self.step)
         shown = [f"{name} {value:.4g}" for name, value in metrics.items() if name.startswith(SHOWN)]
         tqdm.write(f"step {self.step}: " + ", ".join(shown))
 
@@ -463,7 +462,7 @@ class Trainer:
 
     def finish_save(self, beside, final):
         state = {"step": self.step, "kl_coef": self.kl_coef, "best": self.best}
-        state |= {"prompts": self.prompts.state_dict(), "trains": self.trains}
+        state |= {"prompts": self.prompts.state_dict(), "trains": configuration.roles_trained(self.config)}
         (beside / "trainer.json").write_text(json.dumps(state))
         beside.rename(final)
         for old in records.checkpoints(self.directory)[: -self.config.trainer.keep]:
@@ -492,11 +491,9 @@ class Trainer:
 def import_libraries():
     """What takes seconds to import, which a run with a wrong config is spared. A Trainer needs it first."""
     global Agent, PlacementGroup, Worker, algos, data, free_address, models, ray, records, scoring, torch
-    global tensorboard
     import ray
     import torch
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as PlacementGroup
-    from torch.utils import tensorboard
 
     import algos
     import data

@@ -161,7 +161,7 @@ def test_two_ranks_share_sequences_and_an_engine(tmp_path):
 def test_older_checkpoints_go_after_a_newer_one_is_whole(keep, tmp_path, monkeypatch):
     """And step_10 is newer than step_9."""
     config, prompts = load([], [f"trainer.keep={keep}"]), SimpleNamespace(state_dict=dict)
-    trainer = SimpleNamespace(config=config, prompts=prompts, directory=tmp_path, kl_coef=0.0, best=0.0, trains=[])
+    trainer = SimpleNamespace(config=config, prompts=prompts, directory=tmp_path, kl_coef=0.0, best=0.0)
     folder, remove = tmp_path / "checkpoints", shutil.rmtree
 
     def remove_one(path):
