@@ -74,6 +74,60 @@ class Rollout:
         atexit.register(self.shutdown)
         self.release()
 
+    def resume(self, tag):
+        """Take memory again: "weights" before `update_weights`, "kv_cache" (and CUDA graphs) after it.
+
+        The second also empties the prefix cache, once a sync: it holds keys and values of the old weights.
+        """
+        if self._engine is None:
+            return
+        self._expect({"weights": "released", "kv_cache": "synced"}[tag], f"resume({tag!r})")
+        if self._release:
+            tags = {"weights": ["weights"], "kv_cache": ["cuda_graph", "kv_cache"]}[tag]
+            self._call(self._engine.resume_memory_occupation, tags)
+        if tag == "kv_cache":
+            self._call(self._engine.flush_cache)
+        self._state = {"weights": "resumed", "kv_cache": "ready"}[tag]
+
+    def update_weights(self, named_tensors):
+        """Replace all weights. Every rank must call this, and walks through the whole iterator.
+
+        named_tensors: iterator of (Hugging Face name, full tensor on this rank's device). A tensor is copied
+        into a bucket of `rollout.bucket_mb` before the next one is asked for: one of each is all there is.
+        Raises RuntimeError when the engine refuses a weight. Nothing can be generated after that.
+        """
+        if self._engine:
+            self._expect("resumed", "update_weights")
+            self._state = "broken"  # until the last bucket is in
+            self._call(self._engine.begin_weight_update)
+        if self._engine or self._device == "cuda":
+            for bucket in buckets(named_tensors, self._bucket_bytes, shared=self._device == "cpu"):
+                self._send(bucket)
+                del bucket  # or it would live on while the next one fills
+        for _ in named_tensors:  # on CPU a rank without an engine has only helped to gather
+            pass
+        if self._engine:
+            self._call(self._engine.end_weight_update)
+            self._state = "synced"
+
+    def _send(self, bucket):
+        from sglang.srt.utils import MultiprocessingSerializer
+        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+
+        if self._device == "cpu":
+            # One memory: every engine process maps the owner's bucket, each by a handle of its own.
+            payloads = [MultiprocessingSerializer.serialize(bucket) for _ in range(self._tp)]
+        else:
+            # Every engine process reads the copy on its own GPU. With the patch, a handle names a GPU by its
+            # UUID, because processes may number them differently.
+            monkey_patch_torch_reductions()
+            payload = MultiprocessingSerializer.serialize(bucket)
+            payloads = [None] * self._tp if self._engine else None
+            dist.gather_object(payload, payloads, group=self._tp_group, group_dst=0)
+        if self._engine:
+            update = self._engine.update_weights_from_tensor
+            self._call(update, payloads, load_format="flattened_bucket", flush_cache=False)
+
     def generate(self, batch, *, step, sampling, share=1.0):
         """Play an episode for every row of the batch: see agent.py. Without tools it is one response.
 
@@ -134,45 +188,6 @@ class Rollout:
             raise RuntimeError(f"the engine gave up a prompt of {len(ids)} tokens: {finish}")
         return answer["output_ids"], [logprob for logprob, *_ in logprobs], finish["type"]
 
-    def update_weights(self, named_tensors):
-        """Replace all weights. Every rank must call this, and walks through the whole iterator.
-
-        named_tensors: iterator of (Hugging Face name, full tensor on this rank's device). A tensor is copied
-        into a bucket of `rollout.bucket_mb` before the next one is asked for: one of each is all there is.
-        Raises RuntimeError when the engine refuses a weight. Nothing can be generated after that.
-        """
-        if self._engine:
-            self._expect("resumed", "update_weights")
-            self._state = "broken"  # until the last bucket is in
-            self._call(self._engine.begin_weight_update)
-        if self._engine or self._device == "cuda":
-            for bucket in buckets(named_tensors, self._bucket_bytes, shared=self._device == "cpu"):
-                self._send(bucket)
-                del bucket  # or it would live on while the next one fills
-        for _ in named_tensors:  # on CPU a rank without an engine has only helped to gather
-            pass
-        if self._engine:
-            self._call(self._engine.end_weight_update)
-            self._state = "synced"
-
-    def _send(self, bucket):
-        from sglang.srt.utils import MultiprocessingSerializer
-        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
-
-        if self._device == "cpu":
-            # One memory: every engine process maps the owner's bucket, each by a handle of its own.
-            payloads = [MultiprocessingSerializer.serialize(bucket) for _ in range(self._tp)]
-        else:
-            # Every engine process reads the copy on its own GPU. With the patch, a handle names a GPU by its
-            # UUID, because processes may number them differently.
-            monkey_patch_torch_reductions()
-            payload = MultiprocessingSerializer.serialize(bucket)
-            payloads = [None] * self._tp if self._engine else None
-            dist.gather_object(payload, payloads, group=self._tp_group, group_dst=0)
-        if self._engine:
-            update = self._engine.update_weights_from_tensor
-            self._call(update, payloads, load_format="flattened_bucket", flush_cache=False)
-
     def release(self):
         """Give the engine's memory back. With `rollout.release` off only the state changes."""
         if self._engine:
@@ -183,21 +198,6 @@ class Rollout:
             self._call(self._engine.loop.run_until_complete, idle)
             for tag in ("kv_cache", "weights", "cuda_graph") if self._release else ():
                 self._call(self._engine.release_memory_occupation, [tag])
-
-    def resume(self, tag):
-        """Take memory again: "weights" before `update_weights`, "kv_cache" (and CUDA graphs) after it.
-
-        The second also empties the prefix cache, once a sync: it holds keys and values of the old weights.
-        """
-        if self._engine is None:
-            return
-        self._expect({"weights": "released", "kv_cache": "synced"}[tag], f"resume({tag!r})")
-        if self._release:
-            tags = {"weights": ["weights"], "kv_cache": ["cuda_graph", "kv_cache"]}[tag]
-            self._call(self._engine.resume_memory_occupation, tags)
-        if tag == "kv_cache":
-            self._call(self._engine.flush_cache)
-        self._state = {"weights": "resumed", "kv_cache": "ready"}[tag]
 
     def memory(self):
         """Resident MiB of each engine process; on GPU also the device memory that others than we hold."""

@@ -160,27 +160,6 @@ class Trainer:
         self.pools, self.groups = [], {}
         self.open_directory()
 
-    def start(self):
-        """Start all processes. The engine comes last, when the memory that is left is known."""
-        config, longest = self.config, self.config.rollout.max_response_length
-        if self.main:
-            self.rewards = scoring.Rewards(config.reward, self.tokenizer, longest, config.data.num_workers)
-        group_class = RayGroup if self.launch == "ray" else SpmdGroup
-        for name, pool in config.pools.items():
-            self.pools.append(group_class(config, name, pool))
-            needed = configuration.roles_needed(config).intersection(pool["roles"])
-            self.groups |= dict.fromkeys(needed, self.pools[-1])
-        built = configuration.roles_built(config)
-        for role in built:
-            self.groups[role].call("build", role, self.paths[role], self.total)
-        if "ref" in self.groups and "ref" not in built:  # it is the actor with its adapter off
-            self.groups["ref"] = self.groups["actor"]
-        self.directory = self.once(lambda: self.directory)  # where its name is the time, ranks may differ
-        if config.trainer.tensorboard and self.main:
-            from torch.utils import tensorboard
-
-            self.board = tensorboard.SummaryWriter(self.directory)
-
     def open_directory(self):
         """Take the run's directory, and the position in its newest whole checkpoint, if there is one."""
         self.directory = configuration.run_directory(self.config)
@@ -201,12 +180,26 @@ class Trainer:
                 return fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             raise ValueError(f"trainer.dir={self.directory} is in use by another run")
 
-    def close(self):
-        """End the workers and their engines; what is left of Ray and the engines ends with this process."""
-        if self.rewards:
-            self.rewards.close()
-        for group in self.pools:
-            group.close()
+    def start(self):
+        """Start all processes. The engine comes last, when the memory that is left is known."""
+        config, longest = self.config, self.config.rollout.max_response_length
+        if self.main:
+            self.rewards = scoring.Rewards(config.reward, self.tokenizer, longest, config.data.num_workers)
+        group_class = RayGroup if self.launch == "ray" else SpmdGroup
+        for name, pool in config.pools.items():
+            self.pools.append(group_class(config, name, pool))
+            needed = configuration.roles_needed(config).intersection(pool["roles"])
+            self.groups |= dict.fromkeys(needed, self.pools[-1])
+        built = configuration.roles_built(config)
+        for role in built:
+            self.groups[role].call("build", role, self.paths[role], self.total)
+        if "ref" in self.groups and "ref" not in built:  # it is the actor with its adapter off
+            self.groups["ref"] = self.groups["actor"]
+        self.directory = self.once(lambda: self.directory)  # where its name is the time, ranks may differ
+        if config.trainer.tensorboard and self.main:
+            from torch.utils import tensorboard
+
+            self.board = tensorboard.SummaryWriter(self.directory)
 
     def fit(self):
         """The run: validate, then train, validate and save step by step."""
@@ -443,6 +436,22 @@ class Trainer:
 
     # -- checkpoints
 
+    def resume(self):
+        """Load the models from the newest whole checkpoint, if any, and cut the records back to its step."""
+        for group in self.pools if self.resumed else ():
+            group.call("load", str(self.resumed))
+        fingerprints = [source and source.fingerprint for source in (self.prompts, self.val_prompts)]
+        if self.once(lambda: fingerprints) != fingerprints:
+            raise RuntimeError("data.train or data.val is not the same on all ranks: is its function random?")
+        self.once(self.begin)
+
+    def begin(self):
+        """What the run will be is written down, and what a killed one wrote after its checkpoint goes."""
+        (self.directory / "config.yaml").write_text(configuration.dump(self.config))
+        if self.resumed:
+            tqdm.write(f"resumed from {self.resumed}: {self.total - self.step} of {self.total} steps to go")
+        records.trim(self.directory, self.step)
+
     def save(self):
         """Write a checkpoint beside, then rename it: it is whole or absent. Older ones go after that."""
         folder = self.directory / "checkpoints"
@@ -468,21 +477,12 @@ class Trainer:
         for old in records.checkpoints(self.directory)[: -self.config.trainer.keep]:
             shutil.rmtree(old)
 
-    def resume(self):
-        """Load the models from the newest whole checkpoint, if any, and cut the records back to its step."""
-        for group in self.pools if self.resumed else ():
-            group.call("load", str(self.resumed))
-        fingerprints = [source and source.fingerprint for source in (self.prompts, self.val_prompts)]
-        if self.once(lambda: fingerprints) != fingerprints:
-            raise RuntimeError("data.train or data.val is not the same on all ranks: is its function random?")
-        self.once(self.begin)
-
-    def begin(self):
-        """What the run will be is written down, and what a killed one wrote after its checkpoint goes."""
-        (self.directory / "config.yaml").write_text(configuration.dump(self.config))
-        if self.resumed:
-            tqdm.write(f"resumed from {self.resumed}: {self.total - self.step} of {self.total} steps to go")
-        records.trim(self.directory, self.step)
+    def close(self):
+        """End the workers and their engines; what is left of Ray and the engines ends with this process."""
+        if self.rewards:
+            self.rewards.close()
+        for group in self.pools:
+            group.close()
 
 
 # ---- One run -----------------------------------------------------------------------------------------------

@@ -156,11 +156,6 @@ class Worker:
                 weight = weight + (lora.scaling["default"] * b @ a).to(dtype)
             yield from revert_weight_conversion(model, {layer + rest: weight}).items()
 
-    def sleep(self):
-        self.rollout.release()
-        for role in self.models:
-            self.place(role, self.device)
-
     def place(self, role, device):
         """Move a role's shards and optimizer state to the device, or to host memory, where they wait while
         the engine has the device (`actor.offload`; on CPU there is nowhere to go)."""
@@ -176,6 +171,11 @@ class Worker:
             return {}
         answered = self.rollout.generate(batch, step=step, sampling=sampling, share=share)
         return {name: column for name, column in answered.items() if name not in batch}
+
+    def sleep(self):
+        self.rollout.release()
+        for role in self.models:
+            self.place(role, self.device)
 
     # -- forward passes
 
