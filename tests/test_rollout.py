@@ -341,28 +341,31 @@ def test_unknown_engine_argument():
 
 
 def parallel_main(rank, folder):
-    """One rank of an engine with tp=2: syncs and answers twice."""
+    """One rank of an engine with tp=2: answers with the weights of its folder, which others would serve so, and
+    with those of a sync."""
     import rollout
 
     # loopback has many addresses: each rank believes to be on a machine of its own
     rollout.free_address = lambda: f"127.0.0.{rank + 1}:{29555 + rank}"
     dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=2)
     model = Qwen2ForCausalLM.from_pretrained(folder)
-    engine = start(folder, (1, 2), tp=2)
+    engine = start(folder, (1, 2), tp=2, release=False, engine_args={"load_format": "auto"})
     answers = []
-    for _ in range(2):
-        sync(engine, model)
+    for synced in (False, True):
+        engine._state = "ready"
+        if synced:
+            engine.release()
+            sync(engine, model)
         if engine.leads:
             answers.append(tokens(engine.generate(batch_of(2, 3), step=0, sampling=GREEDY)))
-        engine.release()
     torch.save(answers, f"{folder}/answers_{rank}")
     dist.barrier()  # the engine's first node has answered
     engine.shutdown()
 
 
 def test_tensor_parallel_over_machines(tmp_path, engine, model):
-    """tp=2 answers what tp=1 answers, before and after a sync, where its ranks are on two machines. On one
-    machine test_train.py has it."""
+    """tp=2 answers what tp=1 answers, from a Hugging Face folder and after a sync, where its ranks are on two
+    machines. On one machine test_train.py has it."""
     sync(engine, model)
     expected = tokens(engine.generate(batch_of(2, 3), step=0, sampling=GREEDY))
     engine.release()
