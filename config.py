@@ -478,7 +478,8 @@ def check_files(config, now, require):
 
 
 # What a run keeps when it is started again: its checkpoints have this inside.
-KEPT = "seed model.path model.overrides critic.path *.lora_rank *.lora_targets *.lr *.betas *.weight_decay"
+KEPT = ("seed model.path model.overrides critic.path *.lora_rank *.lora_targets *.lr *.betas *.weight_decay "
+        "algorithm.kl_coef")
 
 
 def check_start(config):

@@ -330,7 +330,8 @@ def begun(tmp_path):
 @pytest.mark.parametrize("message, words", [
     ("seed=2 was 1 when ", ["seed=2"]), ("actor.lora_rank=4 was 0 when ", ["actor.lora_rank=4"]),
     ("model.path='recipes/guess.py:build' was 'recipes/toy.py:build' when ", ["model.path=recipes/guess.py:build"]),
-    ("actor.lr=0.001 was 0.002 when ", ["actor.lr=1e-3"]), ("the data or its order changed", ["data.batch_size=8",
+    ("actor.lr=0.001 was 0.002 when ", ["actor.lr=1e-3"]),
+    ("algorithm.kl_coef=0.5 was 0.001 when ", ["algorithm.kl_in_reward=true", "algorithm.kl_coef=0.5"]), ("the data or its order changed", ["data.batch_size=8",
      "actor.mini_batch_size=64"]),
     ("is of a run that trains ['actor'], and this one trains []; take another folder", ["rollout.only=true"]),
     ("and this one trains ['actor', 'critic']; take another folder", ["algorithm.advantage=gae"]),
