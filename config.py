@@ -83,12 +83,15 @@ def add_layer(config, file, default, above=()):
         fit(OmegaConf.to_container(config), default)
 
 
+NULL = "; None is null"
+
+
 def override(config, word):
     """Does to `config` what a word says, whether its key is known or not. Returns {key} if it has a +."""
     match = OVERRIDE.fullmatch(word)
     sign, key, text = match.groups() if match else ("", "", None)
     if (text is None) != (sign == "~") or text == "None":
-        raise ValueError("is not key=value, +new=value, ++any=value or ~old; None is null")
+        raise ValueError("is not key=value, +new=value, ++any=value or ~old" + NULL * (text == "None"))
     section, _, name = key.rpartition(".")
     parent = OmegaConf.select(config, section)
     there = OmegaConf.is_dict(parent) and name in parent
@@ -115,7 +118,8 @@ def fit(value, default, added=(), path=""):
         value = float(value)
     if type(value) is not type(default) or value == "None":
         shown = "{key: value}" if isinstance(default, dict) else repr(default)
-        raise ValueError(f"{path}={value!r} must be {type(default).__name__}, like {shown}; None is null")
+        wanted = f"{type(default).__name__}, like {shown}" + NULL * (value == "None")
+        raise ValueError(f"{path}={value!r} must be {wanted}")
     least = 0 if path in FROM_ZERO else 1
     if type(value) is int and value < min(default, least):
         raise ValueError(f"{path}={value!r} must be at least {min(default, least)}")

@@ -51,7 +51,8 @@ def load_function(spec, key, default_file=""):
         with blame(key, spec):
             functions = runpy.run_path(path)
     if not callable(functions.get(name)):
-        raise ValueError(f"{key}={spec}: there is no file {path!r} or no function {name!r} in it")
+        found = f"no function {name!r} in {path!r}" if Path(path).is_file() else f"no file {path!r}"
+        raise ValueError(f"{key}={spec}: there is {found}; write path/to/file.py:function")
     return functions[name]
 
 
@@ -180,9 +181,8 @@ class Prompts:
         rows = [{**row, "prompt_ids": torch.tensor(row["prompt_ids"][cut])} for row in rows]
         held = {repr(prompt) for prompt in exclude.rows["prompt"]} if exclude else set()
         kept = [row for row in rows if len(row["prompt_ids"]) <= limit and repr(row["prompt"]) not in held]
-        also = sum(repr(row["prompt"]) in held for row in rows)
         dropped = (f"{self.name}: {len(rows) - len(kept)} of {len(rows)} dropped; {len(long)} too long "
-                   f"({mode}), {also} also in data.val")
+                   f"({mode}), {sum(repr(row['prompt']) in held for row in rows)} also in data.val")
         print(dropped)
         if len(kept) < batch_size:
             raise ValueError(f"{dropped}; {len(kept)} left; data.batch_size must be at most that")

@@ -48,6 +48,8 @@ def check(config, steps):
 def trim(directory, step):
     """Cut metrics.jsonl and samples.jsonl back to what the checkpoint of a step knows; what came later will
     come again."""
+    if not step and (directory / "metrics.jsonl").exists():
+        print(f"{directory} has no checkpoint (trainer.save_every): it begins again at step 0", flush=True)
     for path in (directory / "metrics.jsonl", directory / "samples.jsonl"):
         if path.exists():
             lines = path.read_text().splitlines(True) if step else []  # 0: also that row comes again

@@ -29,7 +29,7 @@ PADDED = ("response_mask", "old_logprobs", "token_level_scores", "rollout_logpro
           "entropy")
 SAMPLED = ("uid", "sample", "source", "prompt", "response", "answer", "scores", "finish_reason",
            "transcript")  # of samples.jsonl
-SHOWN = ("reward/mean", "response/length_mean", "actor/ppo_kl", "perf/", "val/")  # on the screen, each step
+SHOWN = ("reward/mean", "response/length_mean", "actor/entropy", "actor/ppo_kl", "perf/", "val/")  # on screen
 
 
 # ---- Worker groups: how the trainer speaks to the processes that hold the devices --------------------------
@@ -518,6 +518,7 @@ def run(config):
     launch = "torchrun" if "RANK" in os.environ else config.launch
     with configuration.one_line_errors():
         trainer = Trainer(config, launch, main=int(os.environ.get("RANK", 0)) == 0)
+    print("starting the workers and the engine: half a minute to two, most of it imports", flush=True)
     try:
         if launch == "ray":
             with configuration.one_line_errors():  # auto finds a Ray, or not

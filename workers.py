@@ -323,8 +323,8 @@ class Worker:
         model_state, optimizer_state = get_state_dict(self.models[role], optimizer, options=options)
         for entry in optimizer.state.values() if fresh else ():
             entry["step"].zero_()  # torch has made it by an update with gradients of 0, and counted that
-        schedule_state = self.schedules[role].state_dict()
-        return {"model": model_state, "optimizer": optimizer_state, "schedule": schedule_state}
+        updates = self.schedules[role].last_epoch
+        return {"model": model_state, "optimizer": optimizer_state, "updates": updates}
 
     def save(self, path):
         """Write every trained role's shards below `path`; the trainer makes the folder whole by renaming
@@ -339,8 +339,7 @@ class Worker:
             dcp.load(state, checkpoint_id=f"{path}/{role}")
             set_state_dict(self.models[role], self.optimizers[role], model_state_dict=state["model"],
                            optim_state_dict=state["optimizer"], options=StateDictOptions(strict=False))
-            self.schedules[role].load_state_dict(state["schedule"])
-            self.schedules[role].last_epoch -= 1
+            self.schedules[role].last_epoch = state["updates"] - 1
             self.schedules[role].step()  # where trainer.steps has changed, so has the rate of the next update
 
     def export(self, path):

@@ -354,8 +354,8 @@ def test_every_option_has_a_comment():
 
 
 HOLDERS = {  # what a section is called where it is read, besides its own name
-    "actor": ["settings"], "critic": ["settings", "section"], "ref": ["settings", "section"],
-    "reward_model": ["settings", "section"], "reward": ["options"], "data": ["options"]}
+    "actor": ["settings"], "critic": ["settings", "settings_of"], "ref": ["settings", "settings_of"],
+    "reward_model": ["settings", "settings_of"], "reward": ["options"], "data": ["options"]}
 
 
 def reads(tree):
@@ -364,7 +364,8 @@ def reads(tree):
     left_out = {id(node) for part in checks for node in ast.walk(part)}
     for node in (node for node in ast.walk(tree) if id(node) not in left_out):
         if isinstance(node, ast.Attribute):
-            yield getattr(node.value, "id", getattr(node.value, "attr", None)), node.attr
+            holder = getattr(node.value, "func", node.value)  # settings_of(role, config).path
+            yield getattr(holder, "id", getattr(holder, "attr", None)), node.attr
         if isinstance(node, (ast.Call, ast.DictComp)):  # of one name, or of several
             calls = [call for call in ast.walk(node) if isinstance(call, ast.Call)]
             texts = [text.value for text in ast.walk(node) if isinstance(text, ast.Constant)]

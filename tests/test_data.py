@@ -570,7 +570,7 @@ def test_check(tmp_path):
     section = data_options(train="recipes/toy.py:problems", val=None)
     check_data(section)
     assert scoring.reward_function("recipes/toy.py:score")
-    for word, function in [("reward.function=exakt: there is no file", "exakt"),
+    for word, function in [("reward.function=exakt: there is no function 'exakt' in .*recipes/rewards.py", "exakt"),
                            ("no function 'scores'", "recipes/toy.py:scores")]:
         with pytest.raises(ValueError, match=word):
             scoring.reward_function(function)

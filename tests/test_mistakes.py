@@ -150,7 +150,7 @@ def test_empty_lines_are_no_rows(tmp_path):
     ("raises", "KeyError: 'question' (line 3)"), ("late", "OSError: the disk is gone (line 6)"),
     ("forgets", "TypeError: 'NoneType' object is not iterable"), ("strings", "row 0 has '1+1=', but not text"),
     ("asks", "TypeError: asks() missing 1 required positional argument: 'split'"),
-    ("number", "there is no file"), ("nowhere", "no function 'nowhere' in it"),
+    ("number", "no function 'number' in "), ("nowhere", "no function 'nowhere' in "),
 ])
 def test_a_function_of_rows(name, message, folder, refusal):
     line = refusal(*BARE, f"data.train={folder}/rows.py:{name}")
@@ -171,7 +171,7 @@ def test_data(message, words, refusal):
 
 @pytest.mark.parametrize("spec, message", [
     ("reward.py:two", "too many positional arguments; it is called with (response, answer, row)"),
-    ("reward.py:number", "no function 'number'"), ("reward.py", "there is no file"),
+    ("reward.py:number", "no function 'number'"), ("reward.py", "write path/to/file.py:function"),
     ("nowhere.py:score", "there is no file"), ("imports.py:score", "No module named 'no_such_package' (line 1)"),
     ("syntax.py:score", "SyntaxError: expected ':' (syntax.py, line 1)"),
 ])
