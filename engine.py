@@ -71,10 +71,17 @@ def start_engine(arguments, devices):
     """SGLang's Engine on `devices` of this machine, named as in CUDA_VISIBLE_DEVICES. Its schedulers end with
     this process. Blocks until it is ready, 25 to 35 s. Raises RuntimeError with what a scheduler died of."""
     with warnings.catch_warnings(action="ignore"):  # about kernels that this device does not have
-        from sglang.srt.entrypoints.engine import Engine
+        from sglang.srt.entrypoints.engine import Engine, init_tokenizer_manager
+
+    managers = []
 
     class IdsEngine(Engine):
         run_scheduler_process_func = staticmethod(run_scheduler)
+
+        @staticmethod
+        def init_tokenizer_manager_func(*args):
+            managers.append(init_tokenizer_manager(*args))
+            return managers[-1]
 
         @staticmethod
         def _launch_detokenizer_subprocesses(**_):
@@ -99,6 +106,8 @@ def start_engine(arguments, devices):
             with mock.patch.dict(os.environ, variables):  # the schedulers inherit them, we do not keep them
                 engine = IdsEngine(**arguments)
         except Exception as error:
+            for manager, _ in managers:  # its sockets, still open, would make its collection wait for ever
+                manager.recv_from_detokenizer.context.destroy(linger=0)
             reason = died_of.read() or error
             raise RuntimeError(f"SGLang cannot run {arguments['model_path']}: {reason}") from error
     if engine.tokenizer_manager:  # its first node
