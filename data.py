@@ -293,7 +293,7 @@ def _groups(batch):
 def split(batch, parts):
     """Row indices for each of `parts` ranks, even in tokens: a group's prompt, once, and all its responses.
 
-    A group (the rows of one uid) stays together; with fewer groups than parts each row goes by itself,
+    A group (the rows of one uid) stays together. With fewer groups than parts each row goes by itself,
     and no part is empty if there are rows enough. Longest first, each to the part with least (within 4/3 of
     the best; Graham 1969).
     """
@@ -315,8 +315,8 @@ def micro_batches(batch, budget, share_prompt=True, unit_tokens=1024):
     """Plans forward passes: a list of micro-batches, each a list of units, each a list of row indices.
 
     A unit is one row of the model's input: a prompt and, with `share_prompt`, as many responses of its group
-    as keep it within min(budget, unit_tokens); else one response. A micro-batch, padded to its longest unit,
-    is within `budget` tokens, or is one response that alone is over it; at most PADDING of it is padding, so
+    as keep it within min(budget, unit_tokens), or else one response. A micro-batch, padded to its longest unit,
+    is within `budget` tokens, or is one response that alone is over it. At most PADDING of it is padding, so
     lengths that differ much make more micro-batches. Every row is in exactly one unit.
     """
     limit = min(budget, unit_tokens) if share_prompt else 0
