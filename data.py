@@ -315,9 +315,9 @@ def micro_batches(batch, budget, share_prompt=True, unit_tokens=1024):
     """Plans forward passes: a list of micro-batches, each a list of units, each a list of row indices.
 
     A unit is one row of the model's input: a prompt and, with `share_prompt`, as many responses of its group
-    as keep it within min(budget, unit_tokens), or else one response. A micro-batch, padded to its longest unit,
-    is within `budget` tokens, or is one response that alone is over it. At most PADDING of it is padding, so
-    lengths that differ much make more micro-batches. Every row is in exactly one unit.
+    as keep it within min(budget, unit_tokens), or else one response. A micro-batch, padded to its longest
+    unit, is within `budget` tokens, or is one response that alone is over it. At most PADDING of it is
+    padding, so lengths that differ much make more micro-batches. Every row is in exactly one unit.
     """
     limit = min(budget, unit_tokens) if share_prompt else 0
     units = [unit for group in _groups(batch)
