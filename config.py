@@ -440,13 +440,20 @@ def check_sizes(config, now, require):
     require(first <= steps, "trainer.profile_steps", f"must begin within trainer.steps={steps}")
 
 
+def on_hub(spec):
+    """Whether a data spec, if it is right, names a dataset on the hub: org/name without a folder org."""
+    name = spec.partition("?")[0]
+    here = ":" in name or name.endswith((".jsonl", ".parquet")) or Path(name).parent.is_dir()
+    return name.count("/") == 1 and not here
+
+
 def check_data(options):
     """Refuses a config's `data` section whose rows cannot be read, by reading the first of each source that
     need not be fetched."""
     import data
 
     for key, spec in (("data.train", options.train), ("data.val", options.val)):
-        if spec is not None and not data.on_hub(spec):
+        if spec is not None and not on_hub(spec):
             next(data.load_rows(spec, options, key), None)
 
 

@@ -117,13 +117,6 @@ def load_rows(spec, options, key="data.train"):
                    "source": str(entry[options.source_key]) if known else source}
 
 
-def on_hub(spec):
-    """Whether a data spec, if it is right, names a dataset on the hub: org/name without a folder org."""
-    name = spec.partition("?")[0]
-    here = ":" in name or name.endswith((".jsonl", ".parquet")) or Path(name).parent.is_dir()
-    return name.count("/") == 1 and not here
-
-
 # ---- prompts ----
 
 def encode(tokenizer, prompt, system=None, tools=None):
@@ -308,7 +301,8 @@ def split(batch, parts):
     return [sorted(share) for share in shares]
 
 
-PADDING = 0.05  # of a micro-batch, at most
+# Padding is at most this share of all positions, or this many: a pass of its own costs as much as some 350.
+PADDING, FREE = 0.05, 320
 
 
 def micro_batches(batch, budget, share_prompt=True, unit_tokens=1024):
@@ -316,17 +310,23 @@ def micro_batches(batch, budget, share_prompt=True, unit_tokens=1024):
 
     A unit is one row of the model's input: a prompt and, with `share_prompt`, as many responses of its group
     as keep it within min(budget, unit_tokens), or else one response. A micro-batch, padded to its longest
-    unit, is within `budget` tokens, or is one response that alone is over it. At most PADDING of it is
-    padding, so lengths that differ much make more micro-batches. Every row is in exactly one unit.
+    unit, is within `budget` tokens, or is one response that alone is over it. Lengths that differ much make
+    more micro-batches: padding is at most PADDING of all, or FREE tokens. Every row is in exactly one unit.
     """
     limit = min(budget, unit_tokens) if share_prompt else 0
     units = [unit for group in _groups(batch)
              for unit in _chunks(group, lambda rows: count_tokens(batch, rows) <= limit)]
     units.sort(key=lambda unit: -count_tokens(batch, unit))
+    tokens = [count_tokens(batch, unit) for unit in units]
 
-    def fits(units):
-        tokens = [count_tokens(batch, unit) for unit in units]
-        positions = len(units) * tokens[0]
-        return positions <= budget and positions - sum(tokens) <= PADDING * positions
+    def padding(part):
+        return len(part) * tokens[part[0]] - sum(tokens[number] for number in part)
 
-    return _chunks(units, fits)
+    most = budget  # padding that one micro-batch may have: as much as the whole can stand
+    while True:
+        plan = _chunks(range(len(units)), lambda part: padding(part) <= most
+                       and len(part) * tokens[part[0]] <= budget)
+        wasted = sum(map(padding, plan))
+        if wasted <= max(FREE, PADDING * (wasted + sum(tokens))):
+            return [[units[number] for number in part] for part in plan]
+        most *= 0.8

@@ -12,7 +12,7 @@ import torch
 import data
 import models
 from agent import Agent
-from config import roles_built, roles_needed, updates_of
+from config import on_hub, roles_built, roles_needed, updates_of
 from engine import engine_arguments
 from models import VALUED, settings_of
 from rehearsal import activations
@@ -117,7 +117,7 @@ def total_steps(config):
     """Steps of the run (at most: rows may be dropped), or None if only a download would tell. Raises
     ValueError where there are not rows enough for one."""
     spec, size = config.data.train, config.data.batch_size + config.rollout.oversample
-    if data.on_hub(spec):
+    if on_hub(spec):
         return config.trainer.steps
     rows = sum(1 for _ in data.load_rows(spec, config.data))
     if rows < size:

@@ -135,7 +135,7 @@ class Rollout:
         which of its responses), and what the agent reads. sampling: SGLang's parameters, at least
         `temperature` (0 is greedy). share: as soon as this share of the prompts is complete, in all of its
         samples, the rest is aborted.
-        Returns the batch with `response_ids` (1-D int64, the token that ended it included), `response_mask`
+        Returns new columns: `response_ids` (1-D int64, the token that ended it included), `response_mask`
         (1-D float32), `rollout_logprobs` (1-D float32, at the sampling temperature, at 1 when greedy),
         `turns` (int) and `finish_reason` ("stop", "length", "turns", "error" or "abort").
         Raises RuntimeError before a whole sync, when a request fails, and when an engine process has died.
@@ -145,7 +145,7 @@ class Rollout:
         episodes = self._play_all(rows, step, sampling, share)
         outputs = self._call(self._engine.loop.run_until_complete, episodes)
         columns = Episode(self._agent, {}).columns()  # also for a rank without rows
-        return {**batch, **{column: [output[column] for output in outputs] for column in columns}}
+        return {column: [output[column] for output in outputs] for column in columns}
 
     async def _play_all(self, rows, step, sampling, share):
         """All episodes at once; how many run together is the engine's business. Returns their columns."""
@@ -181,8 +181,8 @@ class Rollout:
 
     async def _write(self, ids, sampling):
         """The ids that the engine adds, their log-probs, and why it stopped."""
-        generate = functools.partial(self._engine.async_generate, return_logprob=True)
-        answer = await generate(input_ids=ids, sampling_params=sampling)
+        request = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True}
+        answer = await self._engine.async_generate(**request)
         finish, logprobs = answer["meta_info"]["finish_reason"], answer["meta_info"]["output_token_logprobs"]
         if finish["type"] == "abort":
             raise RuntimeError(f"the engine gave up a prompt of {len(ids)} tokens: {finish}")

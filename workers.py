@@ -116,10 +116,9 @@ class Worker:
         order."""
         config = self.config
         if role == "rollout":
-            trust = config.model.trust_remote_code
+            trust, tp = config.model.trust_remote_code, config.rollout.tp
             tokenizer = data.load_tokenizer(config.model.tokenizer or path, trust)
-            shape = self.world // config.rollout.tp, config.rollout.tp
-            mesh = init_device_mesh(self.device, shape, mesh_dim_names=("dp", "tp"))
+            mesh = init_device_mesh(self.device, (self.world // tp, tp), mesh_dim_names=("dp", "tp"))
             self.rollout = Rollout(config, path, tokenizer, self.device, mesh)
             return
         settings = settings_of(role, config)
@@ -169,8 +168,7 @@ class Worker:
         """New columns response_ids, response_mask, rollout_logprobs, turns, finish_reason; see rollout.py."""
         if not self.rollout.leads:  # the first rank of its tensor-parallel group answers for all
             return {}
-        answered = self.rollout.generate(batch, step=step, sampling=sampling, share=share)
-        return {name: column for name, column in answered.items() if name not in batch}
+        return self.rollout.generate(batch, step=step, sampling=sampling, share=share)
 
     def sleep(self):
         self.rollout.release()

@@ -106,7 +106,7 @@ def main(steps=6):
         f"rollout.max_response_length={TOKENS}", "algorithm.dynamic_sampling=0", "actor.mini_batch_size=64",
         f"actor.lr={LR}", "actor.schedule=constant", "actor.min_lr_ratio=0.0", f"reward.function={HERE}:reward",
         f"rollout.dtype={best}", f"actor.compute_dtype={best}", f"trainer.steps={steps}", "validation.every=0",
-        "trainer.dir=/tmp/vs_trl",
+        "trainer.dir=/tmp/vs_trl", "rollout.release=false",
     ])
     check(config)
     ours, peers = [], {}  # in the order in which they were started
@@ -127,6 +127,7 @@ def main(steps=6):
                 ours.append(self.metrics)
                 self.metrics = {}
                 peer.step()
+                print(f"step {self.step}: ours {ours[-1]['time/step']:.1f} s, TRL {peer.steps[-1]['total']:.1f} s", file=sys.stderr)
 
     train_ppo.Trainer = Turns
     try:

@@ -116,7 +116,7 @@ def test_a_renamed_function_or_option_is_missed():
         dotted = {re.sub(r"=\S+$", "", name) for name in [*quoted, *in_blocks] if re.search("[.:]", name)}
         functions |= dotted & repository.defined
         keys |= dotted & repository.keys
-    assert {"Trainer.train_step", "workers.pack", "workers.py:pack", "data.py:PADDING"} <= functions
+    assert {"Trainer.train_step", "workers.pack", "workers.py:pack", "data.py:micro_batches"} <= functions
     assert {"rollout.n", "pools.main.devices_per_node", "actor.mini_batch_size"} <= keys
     for name in functions:
         last = re.split("[.:]", name)[-1]

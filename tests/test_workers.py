@@ -121,7 +121,7 @@ def measure(worker, folder, updates):
 def rank_main(rank, world, folder, configs, updates):
     from workers import Worker
 
-    padding, data.PADDING = data.PADDING, 1.0  # the budget alone says how many micro-batches there are
+    free, data.FREE = data.FREE, math.inf  # the budget alone says how many micro-batches there are
     results = []
     for number, config in enumerate(configs):
         worker = Worker(config, rank, world, rank, world, f"file://{folder}/ranks_{number}")
@@ -130,7 +130,7 @@ def rank_main(rank, world, folder, configs, updates):
         results.append(measure(worker, folder, updates))
         worker.shutdown()
     torch.save(results, f"{folder}/results_{rank}")
-    data.PADDING = padding
+    data.FREE = free
 
 
 def run(on_ranks, folder, configs, world=1, updates=1):
