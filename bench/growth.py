@@ -1,8 +1,8 @@
 """How a step grows: python bench/growth.py
 
 The time of a whole step against the number of responses (64, 128, 256), their length (16, 64, 256 tokens, which the
-task makes full use of) and the ranks (1, 2), with SmolLM2 in float32; the second step of a run each. The fit is the
-exponent of time ~ size^e over the first and the last column: 1 is linear, less is better.
+task makes full use of) and the ranks (1, 2), with SmolLM2 in the faster of float32 and bfloat16. Each is the second
+step of a run. The fit is the exponent of time ~ size^e over the first and the last column: 1 is linear, less is better.
 """
 import functools
 import json
@@ -11,6 +11,8 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+from vs_trl import faster_dtype
 
 ROOT = Path(__file__).resolve().parent.parent
 PLACE = Path("/tmp/growth")
@@ -27,13 +29,14 @@ def length(response, answer, row):
 
 
 @functools.cache
-def step_seconds(prompts, tokens, ranks):
+def step_seconds(prompts, tokens, ranks, dtype):
     shutil.rmtree(PLACE, ignore_errors=True)
     words = [
         f"data.train={__file__}:stories", "data.val=null", "validation.every=0", "data.shuffle=true",
         f"data.batch_size={prompts}", "rollout.n=8", f"rollout.max_response_length={tokens}",
         f"reward.function={__file__}:length", "algorithm.dynamic_sampling=0", f"actor.mini_batch_size={prompts * 8}",
-        "rollout.kv_tokens=98304", f"pools.main.devices_per_node={ranks}", "trainer.steps=2", f"trainer.dir={PLACE}",
+        f"rollout.dtype={dtype}", f"actor.compute_dtype={dtype}", "rollout.kv_tokens=98304",
+        f"pools.main.devices_per_node={ranks}", "trainer.steps=2", f"trainer.dir={PLACE}",
     ]
     command = [sys.executable, "train_ppo.py", "--config", "recipes/chain_sum.yaml", *words]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
@@ -44,8 +47,8 @@ def step_seconds(prompts, tokens, ranks):
 
 
 def main():
-    base = {"prompts": 8, "tokens": 32, "ranks": 1}
-    print("| growing | | | | exponent |\n| --- | --- | --- | --- | --- |")
+    base = {"prompts": 8, "tokens": 32, "ranks": 1, "dtype": faster_dtype()}
+    print(f"| growing, {base['dtype']} | | | | exponent |\n| --- | --- | --- | --- | --- |")
     for name, sizes in (("prompts", (8, 16, 32)), ("tokens", (16, 64, 256)), ("ranks", (1, 2))):
         seconds = [step_seconds(**{**base, **({"prompts": 4} if name == "tokens" else {}), name: size}) for size in sizes]
         exponent = math.log(seconds[-1] / seconds[0]) / math.log(sizes[-1] / sizes[0])

@@ -460,7 +460,8 @@ def batch_of(turns, n=1):
 
 
 def test_logprobs_of_what_the_model_wrote_equal_the_trainers(awake, game):
-    answered = awake.generate(batch_of([1, 2, 5, 8]), step=1, sampling={"temperature": 1.0, "ignore_eos": True})
+    batch = batch_of([1, 2, 5, 8])
+    answered = batch | awake.generate(batch, step=1, sampling={"temperature": 1.0, "ignore_eos": True})
     assert answered["turns"] == [1, 2, 5, 8]
     for ids, mask, logprobs in zip(*(answered[c] for c in ("response_ids", "response_mask", "rollout_logprobs"))):
         assert len(ids) == len(mask) == len(logprobs) and mask[0] == mask[-1] == 1
@@ -501,13 +502,13 @@ def test_no_barrier_between_turns(awake):
 
 
 def test_oversampling_keeps_whole_groups(awake):
-    options = {"temperature": 1.0, "ignore_eos": True}
+    options, batch = {"temperature": 1.0, "ignore_eos": True}, batch_of([1, 8, 1, 8], n=4)
     for step in (1, 2):  # the aborted leave nothing behind
-        answered = awake.generate(batch_of([1, 8, 1, 8], n=4), step=step, sampling=options, share=0.5)
+        answered = batch | awake.generate(batch, step=step, sampling=options, share=0.5)
         ends = {uid: {end for u, end in zip(answered["uid"], answered["finish_reason"]) if u == uid} for uid in range(4)}
         assert ends[1] == ends[3] == {"abort"} and "abort" not in ends[0] | ends[2]
         assert [len(ids) > 0 for ids in answered["response_ids"]] == [end != "abort" for end in answered["finish_reason"]]
-    alone = awake.generate(batch_of([1, 8, 1, 8], n=4), step=2, sampling=options)
+    alone = awake.generate(batch, step=2, sampling=options)
     assert all(torch.equal(a, b) for a, b in zip(alone["response_ids"][:4], answered["response_ids"][:4]))
 
 

@@ -148,10 +148,9 @@ def test_columns_and_logprobs(ready, model):
     """Log-probs at the sampling temperature equal the trainer's (DESIGN.md: 1e-5 in float32)."""
     for temperature in (1.0, 0.7):
         batch = batch_of(4, groups=3)
-        answered = ready.generate(batch, step=0, sampling={"temperature": temperature})
+        answered = batch | ready.generate(batch, step=0, sampling={"temperature": temperature})
         assert worst_logprob_error(model, answered, temperature) < 1e-5
         for row, ids in enumerate(answered["response_ids"]):
-            assert answered["prompt_ids"][row] is batch["prompt_ids"][row]
             assert ids.dtype == torch.int64 and 1 <= len(ids) <= RESPONSE
             assert answered["response_mask"][row].tolist() == [1.0] * len(ids)
             assert answered["rollout_logprobs"][row].shape == ids.shape
@@ -174,7 +173,8 @@ def test_new_weights_arrive(engine, model):
     for bucket_bytes in (16 * MIB, 1000):  # all matrices of the model are larger than 1000 bytes
         engine._bucket_bytes = bucket_bytes
         sync(engine, other)
-        answers.append(engine.generate(batch_of(2, groups=2), step=0, sampling=GREEDY))
+        batch = batch_of(2, groups=2)
+        answers.append(batch | engine.generate(batch, step=0, sampling=GREEDY))
         engine.release()
     engine._bucket_bytes = 16 * MIB
     assert worst_logprob_error(other, answers[0], 1.0) < 1e-5
