@@ -31,7 +31,7 @@ from yaml import YAMLError
 BASE = Path(__file__).with_name("config.yaml")
 # Keys that are null by default take text, or what is like the value given here.
 NULLS = {"ray.num_cpus": 1, "rollout.kv_tokens": 1, "trainer.steps": 1, "algorithm.kl_target": 0.1,
-         "model.fsdp_size": 1, "rollout.max_turn_tokens": 1, "trainer.profile_steps": [1]}
+         "model.fsdp_size": 1, "rollout.max_turn_tokens": 1, "trainer.profile_steps": [2, 3]}
 FROM_ZERO = "seed", "validation.samples"  # whole numbers that may be 0 although their default is not
 OVERRIDE = re.compile(r"(\+?\+?|~)([\w-]+(?:\.[\w-]+)*)(?:=(.*))?", re.DOTALL)  # sign, dotted key, value
 
@@ -418,9 +418,9 @@ def check_sizes(config, now, require):
     needed, rollout, devices = roles_needed(config), config.rollout, devices_of(config)
     responses, steps = config.data.batch_size * rollout.n, config.trainer.steps or inf
     longest = config.data.max_prompt_length + rollout.max_response_length
-    room = f"must be at least data.max_prompt_length + rollout.max_response_length = {longest}"
+    room = "must be at least data.max_prompt_length + rollout.max_response_length"
     cached = longest + 8  # the engine keeps some for itself, as of its context_length in engine.py
-    require((rollout.kv_tokens or cached) >= cached, "rollout.kv_tokens", f"{room}, and 8 more")
+    require((rollout.kv_tokens or cached) >= cached, "rollout.kv_tokens", f"{room} + 8 = {cached}")
     require(config.reward.overlong_buffer <= rollout.max_response_length, "reward.overlong_buffer",
             f"must be at most rollout.max_response_length={rollout.max_response_length}")
     require(config.critic.warmup_steps < steps, "critic.warmup_steps",
@@ -430,7 +430,7 @@ def check_sizes(config, now, require):
         require(responses % now[size] == 0, size, f"must divide data.batch_size * rollout.n = {responses}")
         shares = devices[role] // config.model.sp
         require(now[size] >= shares, size, f"must be at least the {shares} shares of its pool's devices")
-        require(now[tokens] >= longest, tokens, room)
+        require(now[tokens] >= longest, tokens, f"{room} = {longest}")
         updates = updates_of(role, config, steps)
         require(now[warmup] <= updates, warmup, f"must be at most the {updates} updates of the run")
     kept = 5 * config.algorithm.kl_horizon > responses  # of kl_coef, see algos.kl_controller

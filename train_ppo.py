@@ -508,7 +508,8 @@ def run(config):
     """Train as `config` (already checked) says. Whatever ends it, no process of the run stays behind."""
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # libraries' words about kernels that are not here
     os.environ.setdefault("RAY_worker_niceness", "0")  # with Ray's 15 every other program would go first
-    # Memory in pages of 2 MiB, for the processes that start from here: on CPU an update is faster by a tenth.
+    # Pages of 2 MiB make an update on CPU faster by a tenth, in the processes that start from here: the
+    # workers of a private Ray.
     os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
     if config.ray.address is None:
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # a private Ray then listens on loopback only

@@ -358,19 +358,24 @@ HOLDERS = {  # what a section is called where it is read, besides its own name
     "reward_model": ["settings", "settings_of"], "reward": ["options"], "data": ["options"]}
 
 
+def name_of(holder):
+    """The last name of what holds options: config.actor, actor, or settings_of(role, config)."""
+    holder = getattr(holder, "func", holder)
+    return getattr(holder, "id", getattr(holder, "attr", None))
+
+
 def reads(tree):
     """(holder, name) of each holder.name and getattr(holder, ...) in a module that is not in its checks."""
     checks = [part for part in tree.body if isinstance(part, ast.FunctionDef) and part.name.startswith("check")]
     left_out = {id(node) for part in checks for node in ast.walk(part)}
     for node in (node for node in ast.walk(tree) if id(node) not in left_out):
         if isinstance(node, ast.Attribute):
-            holder = getattr(node.value, "func", node.value)  # settings_of(role, config).path
-            yield getattr(holder, "id", getattr(holder, "attr", None)), node.attr
+            yield name_of(node.value), node.attr
         if isinstance(node, (ast.Call, ast.DictComp)):  # of one name, or of several
             calls = [call for call in ast.walk(node) if isinstance(call, ast.Call)]
             texts = [text.value for text in ast.walk(node) if isinstance(text, ast.Constant)]
             holders = [call.args[0] for call in calls if getattr(call.func, "id", None) == "getattr"]
-            yield from ((getattr(holder, "id", None), text) for holder in holders for text in texts)
+            yield from ((name_of(holder), text) for holder in holders for text in texts)
 
 
 def test_every_option_is_read_outside_the_checks():

@@ -362,15 +362,24 @@ def counts(batch, plan):
     return positions, positions - sum(cost(batch, unit) for units in plan for unit in units)
 
 
-def test_little_is_padding():  # lengths log-normal from 16 to 2,048
+def test_little_is_padding():  # lengths log-normal from 16 to 2,048, and fewer passes than if each kept the bound
+    passes, bounded = 0, 0
     for seed, prompts in itertools.product(range(5), (16, 64)):
         torch.manual_seed(seed)
         lengths = torch.exp(5.2 + torch.randn(prompts * 4)).clamp(16, 2048).int().tolist()
         batch = {"uid": [row // 4 for row in range(prompts * 4)], "prompt_ids": [torch.zeros(64)] * (prompts * 4),
                  "response_ids": [torch.zeros(length) for length in lengths]}
         for budget, share_prompt in itertools.product((4096, 16384), (True, False)):
-            positions, padding = counts(batch, data.micro_batches(batch, budget, share_prompt))
+            plan = data.micro_batches(batch, budget, share_prompt)
+            positions, padding = counts(batch, plan)
             assert padding <= 0.05 * positions
+            passes += len(plan)
+            width = rows = tokens = 0
+            for size in sorted((cost(batch, unit) for units in plan for unit in units), reverse=True):
+                rows, tokens = rows + 1, tokens + size
+                if rows == 1 or rows * width > budget or rows * width - tokens > 0.05 * rows * width:
+                    bounded, rows, width, tokens = bounded + 1, 1, size, size
+    assert passes < 0.85 * bounded
 
 
 def test_few_tokens_are_one_pass():  # however much their lengths differ: a second one would cost more

@@ -21,9 +21,9 @@ DOCUMENTS = ["README.md", "docs/walkthrough.md"]
 MODULES = sorted([*ROOT.glob("*.py"), *ROOT.glob("recipes/*.py")])
 # In backticks, and not of this repository: examples, shell, SGLang's words.
 OUTSIDE = {"--dry-run", ". .venv/bin/activate", "8 + 2 = 10", "file.py:function", "make", "torch_native",
-           "make train PYTHON=python3.11", "path/to/file.py:name", "prompt, response 1, response 2, ...",
+           "make bench", "make train PYTHON=python3.11", "path/to/file.py:name", "prompt, response 1, response 2, ...",
            "reasoning_gym:<task>?option=value", "rollout.engine_args.enable_deterministic_inference=true",
-           "rows.jsonl", "rows.parquet"}
+           "rollout.engine_args.attention_backend=torch_native", "GLIBC_TUNABLES=", "rows.jsonl", "rows.parquet"}
 DEFINITIONS = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
 
 

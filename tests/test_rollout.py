@@ -148,7 +148,9 @@ def test_columns_and_logprobs(ready, model):
     """Log-probs at the sampling temperature equal the trainer's (DESIGN.md: 1e-5 in float32)."""
     for temperature in (1.0, 0.7):
         batch = batch_of(4, groups=3)
-        answered = batch | ready.generate(batch, step=0, sampling={"temperature": temperature})
+        answered = ready.generate(batch, step=0, sampling={"temperature": temperature})
+        assert not answered.keys() & batch.keys()  # new columns only
+        answered |= batch
         assert worst_logprob_error(model, answered, temperature) < 1e-5
         for row, ids in enumerate(answered["response_ids"]):
             assert ids.dtype == torch.int64 and 1 <= len(ids) <= RESPONSE
