@@ -42,14 +42,13 @@ class HeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, labels, temperature, with_entropy):
-        logprobs, entropies = [], []
-        for h, y in HeadLogprobs.chunks(weight, hidden, labels):
+        # Filled chunk by chunk: what a loop leaves behind would lie in the holes where the next logits fit.
+        logprobs, entropy = (torch.zeros(len(hidden), device=hidden.device) for _ in range(2))
+        for h, y, logprobs_h, entropy_h in HeadLogprobs.chunks(weight, hidden, labels, logprobs, entropy):
             logp = F.linear(h, weight, bias).float().div_(temperature).log_softmax(-1)  # (chunk, V)
-            logprobs.append(logp.gather(1, y[:, None])[:, 0])
+            logprobs_h.copy_(logp.gather(1, y[:, None])[:, 0])
             if with_entropy:
-                entropies.append(-(logp.exp().mul_(logp)).sum(-1))
-        logprobs = torch.cat(logprobs)
-        entropy = torch.cat(entropies) if with_entropy else torch.zeros_like(logprobs)
+                entropy_h.copy_(-(logp.exp().mul_(logp)).sum(-1))
         ctx.save_for_backward(hidden, weight, bias, labels, entropy)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
@@ -59,10 +58,12 @@ class HeadLogprobs(torch.autograd.Function):
     def backward(ctx, grad_logprobs, grad_entropy):
         hidden, weight, bias, *columns = ctx.saved_tensors
         grads = [torch.zeros_like(columns[1]) if g is None else g for g in (grad_logprobs, grad_entropy)]
-        grad_hidden, trained = [], ctx.needs_input_grad[1]  # the head may belong to the base of an adapter
+        grad_hidden = torch.empty_like(hidden)
+        trained = ctx.needs_input_grad[1]  # the head may belong to the base of an adapter
         grad_weight = torch.zeros_like(weight) if trained else None
         grad_bias = torch.zeros_like(bias) if trained and bias is not None else None
-        for h, y, entropy, g, g_entropy in HeadLogprobs.chunks(weight, hidden, *columns, *grads):
+        whole = hidden, grad_hidden, *columns, *grads
+        for h, grad_h, y, entropy, g, g_entropy in HeadLogprobs.chunks(weight, *whole):
             logits, g = F.linear(h, weight, bias).float().div_(ctx.temperature), g[:, None] / ctx.temperature
             if grad_entropy is None:  # then one pass over the logits less
                 grad = logits.softmax(-1).mul_(-g)
@@ -71,12 +72,12 @@ class HeadLogprobs(torch.autograd.Function):
                 slope = g_entropy[:, None] / ctx.temperature * (logp + entropy[:, None])
                 grad = logp.exp().mul_(-g - slope)
             grad = grad.scatter_add_(1, y[:, None], g).to(h.dtype)
-            grad_hidden.append(grad @ weight)
+            torch.mm(grad, weight, out=grad_h)
             if trained:
                 grad_weight.addmm_(grad.t(), h)
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
-        return torch.cat(grad_hidden), grad_weight, grad_bias, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None
 
     @staticmethod
     def chunks(weight, *tensors):

@@ -48,9 +48,6 @@ def environment(tp):
         # machine; those that never do make a decode step 1.6 times slower on an idle one.
         "OMP_WAIT_POLICY": "PASSIVE",
         "GOMP_SPINCOUNT": "20000",
-        # Of a page of 2 MiB the kernel keeps all until memory is short, even if only an edge is in use: the
-        # trainer wants these pages, but a release would give back next to nothing.
-        "GLIBC_TUNABLES": "",
         "MALLOC_MMAP_MAX_": "0",  # freed memory is kept, see workers.py
         "MALLOC_TRIM_THRESHOLD_": "-1",
     }
@@ -61,6 +58,9 @@ def patch():
     from sglang.srt import batch_invariant_ops
     from sglang.srt.layers import sampler
 
+    # PR_SET_THP_DISABLE: of a page of 2 MiB with an edge in use the kernel keeps all until memory is short,
+    # so that a release would give back next to nothing.
+    ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)
     # Imported where there is no CUDA, never called.
     sys.modules["vllm._custom_ops"] = sys.modules["vllm"] = SimpleNamespace(rotary_embedding=None)
     # A CUDA build of torch answers torch.cuda, whose synchronize() fails without a driver.

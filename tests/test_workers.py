@@ -3,7 +3,10 @@
 import concurrent.futures
 import math
 import multiprocessing
+import subprocess
+import sys
 import types
+from pathlib import Path
 
 import pebble
 import pytest
@@ -462,6 +465,14 @@ def test_a_reward_model_reads_the_last_token(model_path, tmp_path, on_ranks):
                 hidden = model.model(batch["prompt_ids"][row][None]).last_hidden_state
                 expected = model.score(hidden)[0, -1]
             torch.testing.assert_close(score, expected, atol=1e-5, rtol=0)
+
+
+def test_logits_are_never_there_at_once():
+    """Of 8,192 x 60,000 logits (1,875 MiB) a few chunks of 64 MiB exist. The allocator decides: what a chunk left
+    behind could lie where the next one would have fit, and then they add up (1,577 MiB, seen)."""
+    command = [sys.executable, "bench/logprob_memory.py", "--measure", "chunked", "0", "8192", "60000"]
+    done = subprocess.run(command, cwd=Path(__file__).parent.parent, stdout=subprocess.PIPE, text=True, check=True)
+    assert float(done.stdout.split()[0]) < 1000
 
 
 def test_chunked_logprobs_equal_plain_ones():
