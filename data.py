@@ -288,7 +288,7 @@ def split(batch, parts):
 
     A group (the rows of one uid) stays together. With fewer groups than parts each row goes by itself,
     and no part is empty if there are rows enough. Longest first, each to the part with least (within 4/3 of
-    the best; Graham 1969).
+    the best, Graham 1969).
     """
     groups = _groups(batch)
     if len(groups) < parts:
