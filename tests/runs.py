@@ -75,9 +75,9 @@ def marked(mark, title=""):
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            mine = process.environ().get("KILO_TEST") == mark
             living = process.status() != psutil.STATUS_ZOMBIE
-            if mine and living and " ".join(process.cmdline()).startswith(title):
+            titled = living and " ".join(process.cmdline()).startswith(title)
+            if titled and process.environ().get("KILO_TEST") == mark:
                 found.append(process)
     return found
 

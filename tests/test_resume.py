@@ -43,13 +43,14 @@ def said(run):
 
 def until(run, seen, timeout=PATIENCE):
     """What `seen()` gives as soon as it is true; the run must be alive until then."""
-    begun = looked = time.monotonic()
+    begun, cost = time.monotonic(), time.thread_time()
     while not (found := seen()):
         assert run.process.poll() is None, said(run)
-        assert looked - begun < timeout, f"not seen in {timeout} s: {said(run)}"
-        took = time.monotonic() - looked
-        time.sleep(max(0.002, 10 * took))  # the run has the same core: a look at all processes takes long
-        looked = time.monotonic()
+        assert time.monotonic() - begun < timeout, f"not seen in {timeout} s: {said(run)}"
+        # The run has the same core, and a look at all processes is not free. Its price is what it computes: it may
+        # also wait for seconds, for the core or for another process's memory map, and ten times that is a whole run.
+        time.sleep(max(0.002, 10 * (time.thread_time() - cost)))
+        cost = time.thread_time()
     return found
 
 
