@@ -12,7 +12,7 @@ def pytest_configure(config):
     if hasattr(config, "workerinput"):
         cores = sorted(os.sched_getaffinity(0))
         number = int(config.workerinput["workerid"].removeprefix("gw"))
-        os.sched_setaffinity(0, {cores[number % len(cores)]})
+        os.sched_setaffinity(0, {cores[number * len(cores) // config.workerinput["workercount"]]})
 
 
 def pytest_collection_modifyitems(items):

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -248,14 +249,15 @@ def test_control_tokens_typed_by_a_tool_stay_text(tokenizer):
     (CALL % ("Broken", "{}"), "error: OSError: no room"),
     (CALL % ("echo", '"text"'), "error: "),
     (CALL % ("echo", '{"text": 7}'), "error: TypeError"),
-    (CALL % ("sleeps", '{"seconds": 5}'), "error: TimeoutError: no answer within 0.2 s"),
+    (CALL % ("sleeps", '{"seconds": 100}'), "error: TimeoutError: no answer within 0.2 s"),
 ])
 def test_a_bad_call_becomes_an_observation(tokenizer, said, answer):
     more = dict.fromkeys(("sleeps", "leaves", "odd", "gives_up", "raises", "Broken"), {})
-    config = settings("rollout.tool_timeout=0.2", tools={"echo": {"prefix": "> "}} | more)
+    limit = "0.2" if "no answer" in answer else "30"
+    config = settings(f"rollout.tool_timeout={limit}", tools={"echo": {"prefix": "> "}} | more)
     start = time.monotonic()
     episode, _ = play(config, tokenizer, [said, "done"])
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 30
     assert re.match(answer, observations(episode)[0]), observations(episode)
     assert episode.tool_errors == 1 and episode.turns == 2 and episode.finish_reason == "stop"
 
@@ -478,27 +480,24 @@ def test_logprobs_of_what_the_model_wrote_equal_the_trainers(awake, game):
     assert worst_logprob_error(game[1], masked, 1.0) < 1e-4
 
 
-def test_no_barrier_between_turns(awake):
-    """64 episodes of 1 to 8 turns of 1 to 24 tokens take less than 1.3 times what the tokens of their longest
-    chain take, at the speed of 64 requests that decode together. A barrier would make it the sum of each turn's
-    longest."""
-    together, often = {"temperature": 1.0, "ignore_eos": True}, {"temperature": 1.0, "logit_bias": {"1": 3.5}}
+def test_no_barrier_between_turns(awake, monkeypatch):
+    """Each of 64 episodes of 1 to 8 turns of 1 to 24 tokens goes on when its own turn has ended: nearly every
+    next turn begins while one that came before it, of another episode, is still being written. With a barrier none
+    would. (Seconds do not show it: of so small a model a barrier's shorter batches take as long, measured.)"""
+    write_turn, writing, early = awake._write_turn, Counter(), []
 
-    def fastest(turns, sampling):
-        """(seconds, what was answered): of three times, as a machine's other work only adds to them."""
-        seconds = []
-        for _ in range(3):
-            start = time.monotonic()
-            answered = awake.generate(batch_of(turns), step=3, sampling=sampling)
-            seconds.append(time.monotonic() - start)
-        return min(seconds), answered
+    async def noted(row, step, sampling, ids, most, turn):
+        early.append(any(writing[before] for before in range(turn)))
+        writing[turn] += 1
+        answer = await write_turn(row, step, sampling, ids, most, turn)
+        writing[turn] -= 1
+        return answer
 
-    token = fastest([1] * 64, together)[0] / 24
-    seconds, answered = fastest([1 + number % 8 for number in range(64)], often)
-    assert sorted(answered["turns"]) == sorted(1 + number % 8 for number in range(64))
-    chain = max(int(mask.sum()) for mask in answered["response_mask"])
-    assert chain < 8 * 24 / 1.3  # or a barrier could not be seen
-    assert seconds < 1.3 * chain * token, (chain, seconds, token)
+    monkeypatch.setattr(awake, "_write_turn", noted)
+    wanted = [1 + number % 8 for number in range(64)]
+    often = {"temperature": 1.0, "logit_bias": {"1": 3.5}}  # the token that ends a turn
+    assert awake.generate(batch_of(wanted), step=3, sampling=often)["turns"] == wanted
+    assert len(early) == sum(wanted) and sum(early) > 0.8 * (len(early) - 64)  # 216 of 224, seen
 
 
 def test_oversampling_keeps_whole_groups(awake):

@@ -27,7 +27,8 @@ def execute(notebook, folder):
     """Run all cells where a notebook program would, in docs/. No process may be left, however it ends."""
     mark = uuid.uuid4().hex
     places = {name: str(folder) for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR")}
-    client = NotebookClient(notebook, timeout=PATIENCE, resources={"metadata": {"path": str(NOTEBOOK.parent)}})
+    waits = dict.fromkeys(("timeout", "startup_timeout", "iopub_timeout"), PATIENCE)
+    client = NotebookClient(notebook, resources={"metadata": {"path": str(NOTEBOOK.parent)}}, **waits)
     try:
         client.execute(env=os.environ | places | {"KILO_TEST": mark})
     finally:

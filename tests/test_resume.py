@@ -6,13 +6,14 @@ the data. The reward function notes every answer, sampled in training or validat
 """
 
 import json
+import re
 import shutil
+import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -25,6 +26,21 @@ PPO = ["algorithm.advantage=gae", "algorithm.kl_in_reward=true", "algorithm.kl_t
        "reward.function=tests/runs.py:record", "data.num_workers=1",  # one process scores in order
        "validation.every=3", "validation.temperature=1.0", "trainer.steps=8", "trainer.save_every=1",
        "trainer.keep=8"]
+# train_ppo.py, but it is killed in the save of step 4, when only trainer.json and the folder's name are missing.
+DYING = """
+import os
+import signal
+import sys
+import train_ppo
+
+def finish_save(self, beside, final, whole=train_ppo.Trainer.finish_save):
+    if final.name == "step_4":
+        os.kill(os.getpid(), signal.SIGKILL)
+    whole(self, beside, final)
+
+train_ppo.Trainer.finish_save = finish_save
+train_ppo.run(train_ppo.configuration.from_command_line(sys.argv.pop(1)))
+"""
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 VALIDATION, STEP = 55, 18 * 4  # answers
 HALF = VALIDATION + 3 * STEP + VALIDATION  # those of steps 0 to 3
@@ -41,17 +57,19 @@ def said(run):
     return "\n".join(path.read_text()[-3000:] for path in (run.log, run.errors))
 
 
-def until(run, seen, timeout=PATIENCE):
+def until(run, seen, pause=0.005):
     """What `seen()` gives as soon as it is true; the run must be alive until then."""
-    begun, cost = time.monotonic(), time.thread_time()
+    begun = time.monotonic()
     while not (found := seen()):
         assert run.process.poll() is None, said(run)
-        assert time.monotonic() - begun < timeout, f"not seen in {timeout} s: {said(run)}"
-        # The run has the same core, and a look at all processes is not free. Its price is what it computes: it may
-        # also wait for seconds, for the core or for another process's memory map, and ten times that is a whole run.
-        time.sleep(max(0.002, 10 * (time.thread_time() - cost)))
-        cost = time.thread_time()
+        assert time.monotonic() - begun < PATIENCE, said(run)
+        time.sleep(pause)
     return found
+
+
+def process(run, title, wanted=lambda process: True):
+    """The first process of that title. All are looked at, which takes long, and the run has the same core."""
+    return until(run, lambda: list(filter(wanted, run.processes(title))), pause=0.2)[0]
 
 
 def saved(run, step):
@@ -62,10 +80,10 @@ def kill_in_rollout(run, step, dead=None):
     """SIGKILL of the engine in the middle of a rollout after this step; `dead` is one that was killed before.
     Returns its process."""
     # It is looked for early: a slow machine may need longer for that than for the steps that are left.
-    engine = until(run, lambda: [p for p in run.processes("sglang::sch") if p != dead])[0]
+    engine = process(run, "sglang::sch", lambda engine: engine != dead)
     worker = engine.parent()  # Ray puts its method into its title, which is empty while it is written anew
     until(run, lambda: saved(run, step))
-    until(run, lambda: worker.cmdline()[0] == "ray::Worker.generate")
+    until(run, lambda: worker.cmdline()[:1] == ["ray::Worker.generate"])
     engine.kill()
     return engine
 
@@ -117,9 +135,8 @@ def assert_same_state(state, other):
 # ---- The runs ----------------------------------------------------------------------------------------------
 
 
-def straight_run(directory):
-    """Eight steps in one go, without Ray."""
-    run = start(directory, "launch=local")
+def end(run):
+    """The straight run: eight steps in one go, without Ray."""
     assert run.wait() == 0, said(run)
     run.assert_nothing_left()
     return run
@@ -129,18 +146,13 @@ def killed_runs(directory):
     """Six steps and more by two runs with Ray. The first dies while step 4 is being saved, so that step 3, the end of
     an epoch, is the newest whole one. Nothing but its driver is killed: the others must notice.
 
-    The second goes on and may restart once. Its engine is killed twice, in the rollout of step 5 and in one after
-    step 6.
+    The second goes on and may restart once. Its engine is killed twice, in a rollout after step 4, which should be
+    that of step 5, and in one after step 6.
     """
-    first, unfinished = start(directory), directory / "checkpoints" / "unfinished"
-    driver = psutil.Process(first.process.pid)
-    until(first, lambda: saved(first, 3))
-    until(first, unfinished.exists)
-    driver.suspend()
-    until(first, lambda: driver.status() == psutil.STATUS_STOPPED)
-    driver.kill()
-    assert first.wait(60) != 0
-    first.assert_nothing_left(within=90)  # two agents of Ray try for 60 s to report that their raylet is dead
+    first = start(directory, command=(sys.executable, "-c", DYING))
+    assert first.wait() == -signal.SIGKILL, said(first)
+    first.assert_nothing_left()
+    unfinished = directory / "checkpoints" / "unfinished"
     assert unfinished.exists() and saved(first, 3) and not saved(first, 4)
     for name in ("metrics.jsonl", "samples.jsonl"):
         with open(directory / name, "a") as file:
@@ -148,7 +160,7 @@ def killed_runs(directory):
 
     second = start(directory, "trainer.max_restarts=1")
     killed = [kill_in_rollout(second, 4)]
-    until(second, lambda: "restart 1 of 1" in second.errors.read_text(), timeout=60)
+    until(second, lambda: "restart 1 of 1" in second.errors.read_text())
     killed.append(kill_in_rollout(second, 6, dead=killed[0]))
     second.code = second.wait(60)
     second.assert_nothing_left()
@@ -162,7 +174,7 @@ def ranks_runs(directory, straight):
     for step in range(4, 9):
         shutil.rmtree(directory / "checkpoints" / f"step_{step}")
     two, program = start(directory, command=TORCHRUN), f"{sys.executable} -u train_ppo.py"
-    rank1 = until(two, lambda: [p for p in two.processes(program) if p.environ().get("RANK") == "1"])[0]
+    rank1 = process(two, program, lambda rank: rank.environ().get("RANK") == "1")
     until(two, lambda: saved(two, 4))
     rank1.kill()
     two.code = two.wait(60)
@@ -170,7 +182,7 @@ def ranks_runs(directory, straight):
     assert not saved(two, 5)
 
     one = start(directory)
-    worker = until(one, lambda: one.processes("ray::Worker"))[0]
+    worker = process(one, "ray::Worker")
     until(one, lambda: saved(one, 5))
     worker.kill()
     one.code = one.wait(60)
@@ -180,15 +192,20 @@ def ranks_runs(directory, straight):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """All of them, two at a time: a start is a minute of imports, on one core."""
+    """All of them, two at a time: a start is a minute of imports, on one core. The first starts alone: Ray gives its
+    own processes 30 s, whatever else the core has to do."""
     folder, pool = tmp_path_factory.mktemp("runs"), ThreadPoolExecutor(2)
-    straight = pool.submit(straight_run, folder / "straight")
-    killed = pool.submit(killed_runs, folder / "killed")
-    ranks = pool.submit(lambda: ranks_runs(folder / "ranks", straight.result()))
-    yield SimpleNamespace(straight=straight, killed=killed, ranks=ranks)
-    pool.shutdown(wait=False, cancel_futures=True)
-    for run in STARTED:  # what a failed test leaves behind
-        run.kill()
+    try:
+        first = start(folder / "straight", "launch=local")
+        first.wait_for_step(0)
+        straight = pool.submit(end, first)
+        killed = pool.submit(killed_runs, folder / "killed")
+        ranks = pool.submit(lambda: ranks_runs(folder / "ranks", straight.result()))
+        yield SimpleNamespace(straight=straight, killed=killed, ranks=ranks)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for run in STARTED:  # what a failed test leaves behind
+            run.kill()
 
 
 @pytest.fixture(scope="module")
@@ -284,4 +301,4 @@ def test_a_dead_engine_ends_the_run_which_restarts_by_itself(killed):
     assert errors.count(", in generate\n") >= 2 and errors.count("restart 1 of 1") == 1
     for pid in killed.engines:
         assert f"engine process {pid} has died, exit code -9" in errors
-    assert f"resumed from {run.directory}/checkpoints/step_4: 4 of 8 steps to go\n" in run.log.read_text()
+    assert re.search(r"resumed from .*/step_(4: 4|5: 3) of 8 steps to go\n", run.log.read_text())

@@ -49,12 +49,14 @@ def straight(tmp_path_factory):
     """Four steps in one go, with Ray, and what was seen on the way."""
     run = Run(tmp_path_factory.mktemp("runs") / "straight", *FOUR_STEPS, "trainer.record=true")
     run.wait_for_step(1)
+    run.process.send_signal(signal.SIGSTOP)  # the driver: nothing ends while we look
     run.listening = [
         (process.name(), connection.laddr.ip)
         for process in run.processes()
         for connection in process.net_connections("tcp")
         if connection.status == psutil.CONN_LISTEN
     ]
+    run.process.send_signal(signal.SIGCONT)
     assert run.wait() == 0, run.log.read_text()[-3000:]
     return run
 
@@ -88,7 +90,7 @@ def test_nothing_listens_beyond_this_machine(straight):
 
 
 def test_a_run_that_is_ended_and_killed_continues_as_if_it_was_not(straight, tmp_path):
-    """Ctrl-C in step 2 or 3, the same command again, SIGKILL to every process in the next, and once more: the rows
+    """Ctrl-C after step 1, the same command again, SIGKILL to every process in the next, and once more: the rows
     are those of the straight run. That had Ray, as the first of these has; the others have not."""
     overrides = *FOUR_STEPS, "trainer.save_every=1"
     first = Run(tmp_path / "ended", *overrides)
@@ -97,7 +99,7 @@ def test_a_run_that_is_ended_and_killed_continues_as_if_it_was_not(straight, tmp
     assert first.wait(60) != 0
     first.assert_nothing_left()
     reached = first.rows()[-1]["step"]
-    assert reached < 3
+    assert reached < 4
     second = Run(tmp_path / "ended", *overrides, "launch=local")
     second.wait_for_step(reached + 1)
     second.kill()
