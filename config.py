@@ -64,7 +64,7 @@ def blame(source):
     """Errors say that they come from `source`, a file or a word."""
     try:
         yield
-    except (ValueError, OmegaConfBaseException) as error:
+    except (ValueError, OSError, YAMLError, OmegaConfBaseException) as error:
         raise ValueError(f"{source}: {error}") from None
 
 
@@ -249,12 +249,14 @@ RANGES = [  # patterns of keys, what holds for their values, and that in words
     ("*.gamma *.lam *.min_lr_ratio *.min_p *_cov_ratio", lambda x: 0 <= x <= 1, "must be from 0 to 1"),
     ("*.top_p *.mem_fraction", lambda x: 0 < x <= 1, "must be above 0 and at most 1"),
     ("*.clip_grad *.kl_target *.correction_cap *.tau_*", lambda x: x is None or x > 0, "must be above 0"),
-    ("*timeout *.lora_alpha rollout.temperature", lambda x: 0 < x < inf, "must be above 0 and finite"),
+    ("*timeout *.lora_alpha", lambda x: 0 < x < inf, "must be above 0 and finite"),
+    ("rollout.temperature", lambda x: 0.001 <= x < inf, "must be at least 0.001 and finite"),
     ("*.overlong_penalty", lambda x: 0 <= x < inf, "must be at least 0 and finite"),
     ("*.entropy_coef *.weight *.clip_cov_?b", isfinite, "must be finite"),
     ("*.fallback", lambda x: not isinf(x), "must be finite, or nan for no score"),
     ("seed", lambda x: x < 2**63, "must be below 2**63"),
-    ("*.top_k", lambda x: x != 0, "must be at least 1, or -1 for off"),
+    ("*.top_k", lambda x: x == -1 or 0 < x < 2**31, "must be from 1 to 2**31 - 1, or -1 for off"),
+    ("trainer.name", lambda x: re.fullmatch(r"\w[^/\n]*", x), "must be a folder's name, with a letter first"),
     ("*.warmup", lambda x: 0 <= x < 1 or x >= 1 and x % 1 == 0, "must be a share below 1 or a whole number"),
     ("trainer.profile_steps", lambda x: x is None or len(x) == 2 and 0 < x[0] <= x[1],
      "must be [first, last]"),
@@ -262,11 +264,19 @@ RANGES = [  # patterns of keys, what holds for their values, and that in words
 ]
 
 
+OURS = {"model_path": "model.path", "dtype": "rollout.dtype", "tp_size": "rollout.tp", "random_seed": "seed",
+        "mem_fraction_static": "rollout.mem_fraction", "enable_memory_saver": "rollout.release",
+        "max_total_tokens": "rollout.kv_tokens"}  # SGLang's names for options that the config has
+
+
 def check_engine_args(engine_args):
-    """Raises ValueError, one line, for a name in `rollout.engine_args` (a dict) that SGLang does not know."""
+    """Raises ValueError, one line, for a name in `rollout.engine_args` (a dict) that SGLang does not know, or
+    for which there is an option."""
     if engine_args:
         from sglang.srt.server_args import ServerArgs  # seconds of imports, for nothing in most runs
 
+        for name in sorted(OURS.keys() & engine_args):
+            raise ValueError(f"rollout.engine_args.{name}={engine_args[name]!r} must be {OURS[name]}")
         for name in sorted(set(engine_args) - set(ServerArgs.__struct_fields__)):
             raise ValueError(f"rollout.engine_args.{name}: SGLang's Engine has no such argument")
 
@@ -450,6 +460,7 @@ def on_hub(spec):
 def check_data(options):
     """Refuses a config's `data` section whose rows cannot be read, by reading the first of each source that
     need not be fetched."""
+    os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # what it says of a broken file its error says
     import data
 
     for key, spec in (("data.train", options.train), ("data.val", options.val)):
@@ -497,7 +508,8 @@ def check_start(config):
     """Raises ValueError, one line, if this machine or the run that `trainer.dir` continues is not fit for the
     config. A dry run does not ask for this."""
     directory = run_directory(config)
-    there = next(path for path in (directory, *directory.parents) if path.exists())
+    with blame("trainer.dir"):
+        there = next(path for path in (directory, *directory.parents) if path.exists())
     if not (there.is_dir() and os.access(there, os.W_OK)):
         raise ValueError(f"trainer.dir={directory}: {there} must be a folder that can be written")
     now, tokenizer = options_in(config), "model.tokenizer" if config.model.tokenizer else "model.path"

@@ -11,11 +11,26 @@ from pathlib import Path
 
 import torch
 
+import data
+
 
 def checkpoints(directory):
     """The whole checkpoints of a run directory, oldest first."""
     steps = {path.name.removeprefix("step_"): path for path in (directory / "checkpoints").glob("step_*")}
-    return [steps[step] for step in sorted(filter(str.isdigit, steps), key=int)]
+    return [steps[step] for step in sorted(filter(str.isdecimal, steps), key=int)]
+
+
+def state(checkpoint):
+    """What the trainer has left in a checkpoint. Raises ValueError, in one line, where it cannot be read."""
+    with data.blame("trainer.dir", f"{checkpoint}/trainer.json"):
+        return dict(json.loads((checkpoint / "trainer.json").read_text()))
+
+
+def write(path, text):
+    """A text file that is whole at every moment: the new one, or what was there."""
+    beside = path.with_suffix(".unfinished")
+    beside.write_text(text)
+    beside.replace(path)
 
 
 def record(directory, step, batch, metrics):
@@ -54,6 +69,4 @@ def trim(directory, step):
         if path.exists():
             lines = path.read_text().splitlines(True) if step else []  # 0: also that row comes again
             whole = [line for line in lines if line.endswith("\n")]  # a kill may have cut the last one
-            beside = path.with_suffix(".trimmed")
-            beside.write_text("".join(line for line in whole if json.loads(line)["step"] <= step))
-            beside.replace(path)
+            write(path, "".join(line for line in whole if json.loads(line)["step"] <= step))

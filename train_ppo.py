@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 from tqdm import tqdm
 
@@ -165,7 +166,7 @@ class Trainer:
         found = records.checkpoints(self.directory)
         self.resumed = found[-1] if found else None
         if self.resumed:
-            state = json.loads((self.resumed / "trainer.json").read_text())
+            state = records.state(self.resumed)
             self.step, self.kl_coef, self.best = state["step"], state["kl_coef"], state["best"]
             self.prompts.load_state_dict(state["prompts"])
             trains = configuration.roles_trained(self.config)
@@ -446,7 +447,7 @@ class Trainer:
 
     def begin(self):
         """What the run will be is written down, and what a killed one wrote after its checkpoint goes."""
-        (self.directory / "config.yaml").write_text(configuration.dump(self.config))
+        records.write(self.directory / "config.yaml", configuration.dump(self.config))
         if self.resumed:
             tqdm.write(f"resumed from {self.resumed}: {self.total - self.step} of {self.total} steps to go")
         records.trim(self.directory, self.step)
@@ -465,7 +466,7 @@ class Trainer:
             except (Exception, torch.distributed.checkpoint.CheckpointException) as error:
                 # Of a full disk torch says "unexpected pos 704 vs 598".
                 free = shutil.disk_usage(self.directory).free / 2**20
-                raise RuntimeError(f"{beside} cannot be written; {free:.0f} MiB are free there") from error
+                raise RuntimeError(f"{beside} was not written; {free:.0f} MiB are free there") from error
             self.once(self.finish_save, beside, folder / f"step_{self.step}")
 
     def finish_save(self, beside, final):
@@ -523,11 +524,11 @@ def run(config):
     print("starting the workers and the engine: half a minute to two, most of it imports", flush=True)
     try:
         if launch == "ray":
-            with configuration.one_line_errors():  # auto finds a Ray, or not
+            # Ray would put its own handler in place, which says nothing. And auto finds a Ray, or not.
+            with mock.patch("ray._private.utils.set_sigterm_handler"), configuration.one_line_errors():
                 # With None in place of "local" Ray would join what runs on this machine.
                 address, quiet = config.ray.address or "local", {"logging_level": "ERROR"}
                 ray.init(address, num_cpus=config.ray.num_cpus, include_dashboard=False, **quiet)
-            configuration.end_on_signals()  # ray.init has put its own handler in place
         trainer.start()
         trainer.fit()
         if trainer.main:

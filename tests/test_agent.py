@@ -585,4 +585,4 @@ def test_a_full_disk_ends_a_run_that_saves(recorded, tmp_path):
     assert run.wait() not in (0, 2)
     run.assert_nothing_left()
     last = run.log.read_text().split("\n[rank0]: ")[-1]
-    assert f"RuntimeError: {disk}/checkpoints/unfinished cannot be written; 0 MiB are free there" in last
+    assert f"RuntimeError: {disk}/checkpoints/unfinished was not written; 0 MiB are free there" in last

@@ -95,6 +95,7 @@ def folder(tmp_path_factory):
     for name, (text, _) in ROWS.items():
         (folder / f"{name}.jsonl").write_text(text)
     (folder / "file").write_text("")
+    (folder / "text.parquet").write_text("text")
     (folder / "nothing").mkdir()
     return folder
 
@@ -155,6 +156,12 @@ def test_empty_lines_are_no_rows(tmp_path):
 def test_a_function_of_rows(name, message, folder, refusal):
     line = refusal(*BARE, f"data.train={folder}/rows.py:{name}")
     assert line.startswith(f"data.train={folder}/rows.py:{name}: ") and message in line
+
+
+def test_a_broken_parquet_file_and_a_model_that_is_rows(folder, refusal):
+    """The first is a line of ours alone, without that of the library that reads it."""
+    assert "ArrowInvalid: Parquet" in refusal(*TOY, f"data.train={folder}/text.parquet")
+    assert "model.path=recipes/toy.py:problems: TypeError" in refusal(*TOY, "model.path=recipes/toy.py:problems")
 
 
 @pytest.mark.parametrize("message, words", [

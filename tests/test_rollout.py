@@ -339,11 +339,13 @@ def test_nothing_listens_beyond_loopback(ready):
                 assert connection.laddr.ip in ("127.0.0.1", "::1"), (process, connection)
 
 
-def test_unknown_engine_argument():
+def test_engine_arguments_that_are_unknown_or_ours():
     check_engine_args({})
     check_engine_args({"attention_backend": "triton"})
     with pytest.raises(ValueError, match="rollout.engine_args.atention_backend"):
         check_engine_args({"atention_backend": "triton"})
+    with pytest.raises(ValueError, match="rollout.engine_args.max_total_tokens=9 must be rollout.kv_tokens"):
+        check_engine_args({"max_total_tokens": 9})
 
 
 def parallel_main(rank, folder):

@@ -4,6 +4,7 @@ import json
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2ForSequenceClass
 
 import records
 import train_ppo
+import config as configuration
 from config import load
 from recipes import toy
 from runs import Run, repeatable
@@ -112,6 +114,18 @@ def test_a_run_that_is_ended_and_killed_continues_as_if_it_was_not(straight, tmp
     assert kept == ["step_4"]  # trainer.keep=1
 
 
+def test_sigterm_while_ray_starts_is_named(tmp_path):
+    """Ray's own handler, which it would put in place of ours then, says nothing."""
+    run = Run(tmp_path / "run", "trainer.steps=1")
+    while not any(process.name() == "gcs_server" for process in run.processes()):
+        assert run.process.poll() is None, run.log.read_text()[-3000:]
+        time.sleep(0.1)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait(60) == 128 + signal.SIGTERM
+    assert "ended by SIGTERM" in run.log.read_text()
+    run.assert_nothing_left()
+
+
 def test_pools_and_a_rank_that_raises(straight, tmp_path):
     """Two Ray workers have the actor and a third one, in a pool of its own, the reference; they learn what the
     straight run has recorded. The first step is its first step. Then a rank raises while the other one waits
@@ -180,8 +194,15 @@ def test_older_checkpoints_go_after_a_newer_one_is_whole(keep, tmp_path, monkeyp
         assert [path.name for path in records.checkpoints(tmp_path)] == [f"step_{step}" for step in steps]
 
 
+@pytest.mark.parametrize("text", ["", '{"step"', "[1]"])
+def test_a_broken_checkpoint_is_named(text, tmp_path):
+    (tmp_path / "trainer.json").write_text(text)
+    with pytest.raises(ValueError, match=f"trainer.dir={tmp_path}/trainer.json: [A-Z]"):
+        records.state(tmp_path)
+
+
 def test_records_outlive_a_full_disk_in_a_resume(tmp_path, monkeypatch):
-    """What a resume keeps of the records is written beside them first: nothing is lost when that fails."""
+    """What a resume writes anew is written beside first: nothing is lost when that fails."""
     rows = "".join(f'{{"step": {step}}}\n' for step in range(4))
     (tmp_path / "metrics.jsonl").write_text(rows + '{"st')
     write_text = Path.write_text
@@ -191,9 +212,16 @@ def test_records_outlive_a_full_disk_in_a_resume(tmp_path, monkeypatch):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(OSError):
-        records.trim(tmp_path, 2)
+    config, begin = load([], []), train_ppo.Trainer.begin
+    trainer = SimpleNamespace(config=config, directory=tmp_path, resumed=None, step=2)
+    monkeypatch.setattr(train_ppo, "records", records, raising=False)  # which run() imports
+    begun = configuration.dump(config)
+    (tmp_path / "config.yaml").write_bytes(begun.encode())
+    for write in (lambda: records.trim(tmp_path, 2), lambda: begin(trainer)):
+        with pytest.raises(OSError):
+            write()
     assert (tmp_path / "metrics.jsonl").read_text() == rows + '{"st'
+    assert (tmp_path / "config.yaml").read_text() == begun
     monkeypatch.undo()
     records.trim(tmp_path, 2)
     assert (tmp_path / "metrics.jsonl").read_text() == rows[: rows.index('{"step": 3}')]
