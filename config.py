@@ -33,6 +33,7 @@ BASE = Path(__file__).with_name("config.yaml")
 NULLS = {"ray.num_cpus": 1, "rollout.kv_tokens": 1, "trainer.steps": 1, "algorithm.kl_target": 0.1,
          "model.fsdp_size": 1, "rollout.max_turn_tokens": 1, "trainer.profile_steps": [2, 3]}
 FROM_ZERO = "seed", "validation.samples"  # whole numbers that may be 0 although their default is not
+WRONG = ValueError, OSError, YAMLError, OmegaConfBaseException  # what wrong input raises
 OVERRIDE = re.compile(r"(\+?\+?|~)([\w-]+(?:\.[\w-]+)*)(?:=(.*))?", re.DOTALL)  # sign, dotted key, value
 
 
@@ -64,7 +65,7 @@ def blame(source):
     """Errors say that they come from `source`, a file or a word."""
     try:
         yield
-    except (ValueError, OSError, YAMLError, OmegaConfBaseException) as error:
+    except WRONG as error:
         raise ValueError(f"{source}: {error}") from None
 
 
@@ -148,8 +149,8 @@ def fit(value, default, added=(), path=""):
 def load(files=(), overrides=()):
     """The config: config.yaml, each layer file, each override, in order, as nested namespaces.
 
-    Raises ValueError for an unknown key, a wrong type or a malformed override; what OmegaConf, YAML and the
-    file system raise comes through.
+    Raises ValueError for a file that cannot be read, an unknown key, a wrong type or a malformed override.
+    What OmegaConf raises of references comes through.
     """
     config = OmegaConf.load(BASE)
     default, added = OmegaConf.to_container(config), set()
@@ -245,7 +246,9 @@ RANGES = [  # patterns of keys, what holds for their values, and that in words
     ("*.lr *.weight_decay *kl_coef", lambda x: 0 <= x < inf, "must be at least 0 and finite"),
     ("*.clip_ratio_* *.cliprange_value", lambda x: x >= 0, "must be at least 0"),
     ("actor.clip_ratio_c", lambda x: x > 1, "must be above 1"),
-    ("validation.temperature", lambda x: 0 <= x < inf, "must be at least 0 and finite"),
+    # What is below 1e-6 SGLang takes for greedy.
+    ("validation.temperature", lambda x: x == 0 or 0.001 <= x < inf,
+     "must be 0, or at least 0.001 and finite"),
     ("*.gamma *.lam *.min_lr_ratio *.min_p *_cov_ratio", lambda x: 0 <= x <= 1, "must be from 0 to 1"),
     ("*.top_p *.mem_fraction", lambda x: 0 < x <= 1, "must be above 0 and at most 1"),
     ("*.clip_grad *.kl_target *.correction_cap *.tau_*", lambda x: x is None or x > 0, "must be above 0"),
@@ -256,7 +259,8 @@ RANGES = [  # patterns of keys, what holds for their values, and that in words
     ("*.fallback", lambda x: not isinf(x), "must be finite, or nan for no score"),
     ("seed", lambda x: x < 2**63, "must be below 2**63"),
     ("*.top_k", lambda x: x == -1 or 0 < x < 2**31, "must be from 1 to 2**31 - 1, or -1 for off"),
-    ("trainer.name", lambda x: re.fullmatch(r"\w[^/\n]*", x), "must be a folder's name, with a letter first"),
+    ("trainer.name", lambda x: re.fullmatch(r"\w[^/\n]*", x),
+     "must be a folder's name that begins with a letter, a digit or _"),
     ("*.warmup", lambda x: 0 <= x < 1 or x >= 1 and x % 1 == 0, "must be a share below 1 or a whole number"),
     ("trainer.profile_steps", lambda x: x is None or len(x) == 2 and 0 < x[0] <= x[1],
      "must be [first, last]"),
@@ -264,9 +268,12 @@ RANGES = [  # patterns of keys, what holds for their values, and that in words
 ]
 
 
-OURS = {"model_path": "model.path", "dtype": "rollout.dtype", "tp_size": "rollout.tp", "random_seed": "seed",
-        "mem_fraction_static": "rollout.mem_fraction", "enable_memory_saver": "rollout.release",
-        "max_total_tokens": "rollout.kv_tokens"}  # SGLang's names for options that the config has
+OURS = {  # SGLang's names of what the config has options for
+    "model_path": "model.path", "trust_remote_code": "model.trust_remote_code", "random_seed": "seed",
+    "dtype": "rollout.dtype", "tp_size": "rollout.tp", "nnodes": "pools.main.nodes",
+    "mem_fraction_static": "rollout.mem_fraction", "enable_memory_saver": "rollout.release",
+    "max_total_tokens": "rollout.kv_tokens", "context_length": "rollout.max_response_length",
+}
 
 
 def check_engine_args(engine_args):
@@ -276,7 +283,8 @@ def check_engine_args(engine_args):
         from sglang.srt.server_args import ServerArgs  # seconds of imports, for nothing in most runs
 
         for name in sorted(OURS.keys() & engine_args):
-            raise ValueError(f"rollout.engine_args.{name}={engine_args[name]!r} must be {OURS[name]}")
+            raise ValueError(f"rollout.engine_args.{name}={engine_args[name]!r}: the option for that is "
+                             f"{OURS[name]}")
         for name in sorted(set(engine_args) - set(ServerArgs.__struct_fields__)):
             raise ValueError(f"rollout.engine_args.{name}: SGLang's Engine has no such argument")
 
@@ -460,7 +468,7 @@ def on_hub(spec):
 def check_data(options):
     """Refuses a config's `data` section whose rows cannot be read, by reading the first of each source that
     need not be fetched."""
-    os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # what it says of a broken file its error says
+    os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # its errors say the same, in one line
     import data
 
     for key, spec in (("data.train", options.train), ("data.val", options.val)):
@@ -597,7 +605,7 @@ def one_line_errors():
     """Wrong input ends the process: exit code 2 and one line on stderr. A traceback is for bugs."""
     try:
         yield
-    except (ValueError, OSError, YAMLError, OmegaConfBaseException) as error:
+    except WRONG as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)
 

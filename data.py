@@ -62,7 +62,7 @@ def resolve_model(path):
         return path
     build = load_function(path, "model.path")
     with blame("model.path", path):
-        return str(Path(build()))
+        return str(Path(build()))  # Path refuses what is none
 
 
 def load_tokenizer(name, trust_remote_code):

@@ -23,13 +23,14 @@ def checkpoints(directory):
 def state(checkpoint):
     """What the trainer has left in a checkpoint. Raises ValueError, in one line, where it cannot be read."""
     with data.blame("trainer.dir", f"{checkpoint}/trainer.json"):
-        return dict(json.loads((checkpoint / "trainer.json").read_text()))
+        found = json.loads((checkpoint / "trainer.json").read_text())
+        return {name: found[name] for name in ("step", "kl_coef", "best", "prompts", "trains")}
 
 
-def write(path, text):
-    """A text file that is whole at every moment: the new one, or what was there."""
+def write(path, content):
+    """Puts bytes into a file that is whole at every moment: the new one, or what was there."""
     beside = path.with_suffix(".unfinished")
-    beside.write_text(text)
+    beside.write_bytes(content)
     beside.replace(path)
 
 
@@ -38,8 +39,7 @@ def record(directory, step, batch, metrics):
     folder, whole = directory / "records", io.BytesIO()
     folder.mkdir(exist_ok=True)
     torch.save((batch, metrics), whole)  # in memory: torch does not say that a disk is full
-    (folder / "unfinished").write_bytes(whole.getbuffer())
-    (folder / "unfinished").rename(folder / f"step_{step}.pt")
+    write(folder / f"step_{step}.pt", whole.getbuffer())
 
 
 def replay(folder, step):
@@ -69,4 +69,4 @@ def trim(directory, step):
         if path.exists():
             lines = path.read_text().splitlines(True) if step else []  # 0: also that row comes again
             whole = [line for line in lines if line.endswith("\n")]  # a kill may have cut the last one
-            write(path, "".join(line for line in whole if json.loads(line)["step"] <= step))
+            write(path, "".join(line for line in whole if json.loads(line)["step"] <= step).encode())

@@ -447,7 +447,7 @@ class Trainer:
 
     def begin(self):
         """What the run will be is written down, and what a killed one wrote after its checkpoint goes."""
-        records.write(self.directory / "config.yaml", configuration.dump(self.config))
+        records.write(self.directory / "config.yaml", configuration.dump(self.config).encode())
         if self.resumed:
             tqdm.write(f"resumed from {self.resumed}: {self.total - self.step} of {self.total} steps to go")
         records.trim(self.directory, self.step)
@@ -524,11 +524,12 @@ def run(config):
     print("starting the workers and the engine: half a minute to two, most of it imports", flush=True)
     try:
         if launch == "ray":
-            # Ray would put its own handler in place, which says nothing. And auto finds a Ray, or not.
+            # Ray would put its own handler of SIGTERM in place, which says nothing; auto finds a Ray, or not.
             with mock.patch("ray._private.utils.set_sigterm_handler"), configuration.one_line_errors():
                 # With None in place of "local" Ray would join what runs on this machine.
                 address, quiet = config.ray.address or "local", {"logging_level": "ERROR"}
                 ray.init(address, num_cpus=config.ray.num_cpus, include_dashboard=False, **quiet)
+            configuration.end_on_signals()  # now that of Ray's C++ part is there, which aborts after 3 s
         trainer.start()
         trainer.fit()
         if trainer.main:

@@ -26,9 +26,8 @@ from transformers.utils import logging as transformers_logging
 
 import algos
 import data
+import models
 from config import updates_of
-from models import VALUED, build_model, build_optimizer, gather_tokens, packed_mask, sequence_shard
-from models import settings_of, ulysses_attention
 from rollout import Rollout
 
 # The token columns that losses are made from, and those that a forward pass gives.
@@ -67,7 +66,7 @@ def pack(batch, units, device, multiple=1, attention="sdpa"):
     columns = {"input_ids": ids, "position_ids": positions}
     inputs = {name: data.pad(rows, width=width).to(device) for name, rows in columns.items()}
     if any(len(unit) > 1 for unit in units):
-        mask = packed_mask(data.pad(segments, -1, width).to(device), attention)
+        mask = models.packed_mask(data.pad(segments, -1, width).to(device), attention)
     return inputs | {"attention_mask": mask}, [row * width + position for row, position in predictors]
 
 
@@ -107,7 +106,7 @@ class Worker:
         self.mesh = self.mesh if shards < world else self.mesh["shard"]
         self.sequence = init_device_mesh(self.device, (world // sp, sp), mesh_dim_names=("dp", "sp"))["sp"]
         if sp > 1:
-            attention = functools.partial(ulysses_attention, self.sequence.get_group())
+            attention = functools.partial(models.ulysses_attention, self.sequence.get_group())
             AttentionInterface.register("ulysses", attention)
         self.rollout, self.models, self.optimizers, self.schedules = None, {}, {}, {}
 
@@ -121,11 +120,11 @@ class Worker:
             mesh = init_device_mesh(self.device, (self.world // tp, tp), mesh_dim_names=("dp", "tp"))
             self.rollout = Rollout(config, path, tokenizer, self.device, mesh)
             return
-        settings = settings_of(role, config)
-        self.models[role] = model = build_model(role, path, settings, config, self.mesh)
+        settings = models.settings_of(role, config)
+        self.models[role] = model = models.build_model(role, path, settings, config, self.mesh)
         if role in ("actor", "critic"):
             updates = updates_of(role, config, steps)
-            self.optimizers[role], self.schedules[role] = build_optimizer(model, settings, updates)
+            self.optimizers[role], self.schedules[role] = models.build_optimizer(model, settings, updates)
 
     # -- rollout
 
@@ -201,15 +200,15 @@ class Worker:
                                   attention=self.config.model.attn_implementation)
         flat = torch.cat([batch["response_mask"][row] for row in rows]).bool() & bool(weight)
         predictors = torch.cat(predictors)[flat].to(self.device)
-        inputs, mine, predictors = sequence_shard(inputs, predictors, self.sequence)
-        if role in VALUED:
+        inputs, mine, predictors = models.sequence_shard(inputs, predictors, self.sequence)
+        if role in models.VALUED:
             outputs = self.models[role](inputs, predictors)
         else:
             labels = torch.cat([batch["response_ids"][row] for row in rows])[flat].to(self.device)[mine]
             temperature = self.config.rollout.temperature
             outputs = self.models[role](inputs, predictors, labels, temperature, with_entropy)
         padded = torch.zeros(written.shape, device=self.device)
-        outputs = [gather_tokens(output, mine, self.sequence.get_group()) for output in outputs]
+        outputs = [models.gather_tokens(output, mine, self.sequence.get_group()) for output in outputs]
         return columns, [padded.masked_scatter(written, output) for output in outputs]
 
     @torch.no_grad()

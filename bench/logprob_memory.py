@@ -16,7 +16,7 @@ HIDDEN = 512
 
 
 def peak_kib():
-    """Of this program: getrusage's ru_maxrss begins with that of the program that has started it."""
+    """This program's largest resident memory, in KiB. getrusage's ru_maxrss would begin with its parent's."""
     return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 

@@ -6,13 +6,15 @@ LONGEST = "test_resume.py", "test_train.py", "test_methods.py", "test_rollout.py
 
 
 def pytest_configure(config):
-    """Each of several pytest processes has a core of its own, and so has all that it starts. Otherwise two
+    """Each of several pytest processes has a core of its own, and so has all that it starts; far apart, as
+    neighbours may be two threads of one core, and also one that xdist starts for a dead one. Otherwise two
     engines and two trainers, with a thread for every core each, would wait for each other at every product. A
     file that is run alone has all cores."""
     if hasattr(config, "workerinput"):
         cores = sorted(os.sched_getaffinity(0))
-        number = int(config.workerinput["workerid"].removeprefix("gw"))
-        os.sched_setaffinity(0, {cores[number * len(cores) // config.workerinput["workercount"]]})
+        count = config.workerinput["workercount"]
+        number = int(config.workerinput["workerid"].removeprefix("gw")) % count
+        os.sched_setaffinity(0, {cores[number * len(cores) // count]})
 
 
 def pytest_collection_modifyitems(items):

@@ -59,17 +59,30 @@ class Run:
                 process.send_signal(signal.SIGKILL)
         self.process.wait()
 
-    def wait_for_step(self, step, timeout=PATIENCE):
-        deadline = time.monotonic() + timeout
-        while not any(row["step"] >= step for row in self.rows()):
-            assert self.process.poll() is None, self.log.read_text()[-3000:]
-            assert time.monotonic() < deadline, f"no step {step} in {timeout} s"
-            time.sleep(0.02)
+    def until(self, seen, pause=0.005):
+        """What `seen()` gives as soon as it is true; the run must be alive until then."""
+        begun = time.monotonic()
+        while not (found := seen()):
+            assert self.process.poll() is None, self.said()
+            assert time.monotonic() - begun < PATIENCE, self.said()
+            time.sleep(pause)
+        return found
+
+    def find(self, title, wanted=lambda process: True):
+        """The first process of that title. All are looked at, which takes long, and the run has the same core."""
+        return self.until(lambda: list(filter(wanted, self.processes(title))), pause=0.2)[0]
+
+    def wait_for_step(self, step):
+        self.until(lambda: any(row["step"] >= step for row in self.rows()), pause=0.02)
+
+    def said(self):
+        """The ends of what the run wrote, for a failure."""
+        return "\n".join(path.read_text()[-3000:] for path in {self.log, self.errors})
 
     def rows(self):
         path = self.directory / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [json.loads(line) for line in lines]
+        lines = path.read_text().splitlines(True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]  # the last is perhaps being written
 
 
 def marked(mark, title=""):

@@ -520,7 +520,7 @@ GUESS = ["--config", "recipes/guess.yaml", "launch=local", "validation.before=fa
 def recorded(tmp_path_factory):
     run = Run(tmp_path_factory.mktemp("runs") / "recorded", *GUESS, "trainer.steps=3", "trainer.record=true",
               "rollout.oversample=2", "data.batch_size=8", "actor.mini_batch_size=128", "validation.n=3",
-              "validation.temperature=1.0", stderr_apart=False)
+              "validation.temperature=1.0")
     assert run.wait() == 0, run.log.read_text()[-3000:]
     return run
 

@@ -513,7 +513,8 @@ def ask_one(function):
 
 
 def test_a_function_dies_with_a_killed_trainer(tmp_path):
-    then = ("time.sleep(0.5)\n    open(f'{os.path.dirname(__file__)}/own_pid', 'w').write(str(os.getpid()))\n"
+    then = (f"while not os.path.exists('{tmp_path}/pid'):\n        time.sleep(0.1)\n"
+            "    open(f'{os.path.dirname(__file__)}/own_pid', 'w').write(str(os.getpid()))\n"
             "    os.kill(multiprocessing.parent_process().pid, 9)\n    time.sleep(300)")
     (tmp_path / "reward.py").write_text(starts(tmp_path, "Popen(command)", then))
     context = multiprocessing.get_context("spawn")

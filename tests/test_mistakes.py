@@ -6,6 +6,8 @@ import fcntl
 import importlib.util
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import ray
@@ -160,7 +162,9 @@ def test_a_function_of_rows(name, message, folder, refusal):
 
 def test_a_broken_parquet_file_and_a_model_that_is_rows(folder, refusal):
     """The first is a line of ours alone, without that of the library that reads it."""
-    assert "ArrowInvalid: Parquet" in refusal(*TOY, f"data.train={folder}/text.parquet")
+    program = [sys.executable, "train_ppo.py", *TOY, f"data.train={folder}/text.parquet"]
+    said = subprocess.run(program, capture_output=True, text=True)
+    assert said.returncode == 2 and said.stderr.count("\n") == 1 and "ArrowInvalid: Parquet" in said.stderr
     assert "model.path=recipes/toy.py:problems: TypeError" in refusal(*TOY, "model.path=recipes/toy.py:problems")
 
 
@@ -313,6 +317,7 @@ def test_options_of_models(message, words, folder, refusal, monkeypatch):
     ("FOLDER/file must be a folder", ["trainer.dir=FOLDER/file"]),
     ("FOLDER/file must be a folder", ["trainer.dir=FOLDER/file/run"]),
     ("trainer.dir='~/run' must not begin with ~", ["trainer.dir=~/run"]),
+    ("trainer.dir: [Errno 36] File name too long", [f"trainer.dir={300 * 'x'}"]),
     ("model.path='~/model' must not begin with ~", ["model.path=~/model"]),
 ])
 def test_machine(message, words, folder, refusal):

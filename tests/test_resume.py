@@ -10,15 +10,13 @@ import re
 import shutil
 import signal
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from runs import PATIENCE, Run, repeatable
+from runs import Run, repeatable
 
 PPO = ["algorithm.advantage=gae", "algorithm.kl_in_reward=true", "algorithm.kl_target=0.1",
        "algorithm.kl_horizon=500", "actor.schedule=cosine", "actor.warmup=2", "actor.mini_batch_size=36",
@@ -52,26 +50,6 @@ def start(directory, *overrides, **options):
     return STARTED[-1]
 
 
-def said(run):
-    """The ends of what a run wrote, for a failure."""
-    return "\n".join(path.read_text()[-3000:] for path in (run.log, run.errors))
-
-
-def until(run, seen, pause=0.005):
-    """What `seen()` gives as soon as it is true; the run must be alive until then."""
-    begun = time.monotonic()
-    while not (found := seen()):
-        assert run.process.poll() is None, said(run)
-        assert time.monotonic() - begun < PATIENCE, said(run)
-        time.sleep(pause)
-    return found
-
-
-def process(run, title, wanted=lambda process: True):
-    """The first process of that title. All are looked at, which takes long, and the run has the same core."""
-    return until(run, lambda: list(filter(wanted, run.processes(title))), pause=0.2)[0]
-
-
 def saved(run, step):
     return (run.directory / "checkpoints" / f"step_{step}").exists()
 
@@ -80,10 +58,10 @@ def kill_in_rollout(run, step, dead=None):
     """SIGKILL of the engine in the middle of a rollout after this step; `dead` is one that was killed before.
     Returns its process."""
     # It is looked for early: a slow machine may need longer for that than for the steps that are left.
-    engine = process(run, "sglang::sch", lambda engine: engine != dead)
+    engine = run.find("sglang::sch", lambda engine: engine != dead)
     worker = engine.parent()  # Ray puts its method into its title, which is empty while it is written anew
-    until(run, lambda: saved(run, step))
-    until(run, lambda: worker.cmdline()[:1] == ["ray::Worker.generate"])
+    run.until(lambda: saved(run, step))
+    run.until(lambda: worker.cmdline()[:1] == ["ray::Worker.generate"])
     engine.kill()
     return engine
 
@@ -135,23 +113,34 @@ def assert_same_state(state, other):
 # ---- The runs ----------------------------------------------------------------------------------------------
 
 
-def end(run):
-    """The straight run: eight steps in one go, without Ray."""
-    assert run.wait() == 0, said(run)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where all runs are, one after the other: Ray gives its own processes 30 s to start, on the one core there is."""
+    yield tmp_path_factory.mktemp("runs")
+    for run in STARTED:  # what a failed test leaves behind
+        run.kill()
+
+
+@pytest.fixture(scope="module")
+def straight(folder):
+    """Eight steps in one go, without Ray."""
+    run = start(folder / "straight", "launch=local")
+    assert run.wait() == 0, run.said()
     run.assert_nothing_left()
     return run
 
 
-def killed_runs(directory):
+@pytest.fixture(scope="module")
+def killed(folder):
     """Six steps and more by two runs with Ray. The first dies while step 4 is being saved, so that step 3, the end of
     an epoch, is the newest whole one. Nothing but its driver is killed: the others must notice.
 
-    The second goes on and may restart once. Its engine is killed twice, in a rollout after step 4, which should be
+    The second goes on at once and may restart once. Its engine is killed twice, in a rollout after step 4, which should be
     that of step 5, and in one after step 6.
     """
+    directory = folder / "killed"
     first = start(directory, command=(sys.executable, "-c", DYING))
-    assert first.wait() == -signal.SIGKILL, said(first)
-    first.assert_nothing_left()
+    assert first.wait() == -signal.SIGKILL, first.said()
     unfinished = directory / "checkpoints" / "unfinished"
     assert unfinished.exists() and saved(first, 3) and not saved(first, 4)
     for name in ("metrics.jsonl", "samples.jsonl"):
@@ -160,67 +149,37 @@ def killed_runs(directory):
 
     second = start(directory, "trainer.max_restarts=1")
     killed = [kill_in_rollout(second, 4)]
-    until(second, lambda: "restart 1 of 1" in second.errors.read_text())
+    second.until(lambda: "restart 1 of 1" in second.errors.read_text())
     killed.append(kill_in_rollout(second, 6, dead=killed[0]))
     second.code = second.wait(60)
     second.assert_nothing_left()
+    first.assert_nothing_left()
     return SimpleNamespace(first=first, second=second, engines=[engine.pid for engine in killed])
 
 
-def ranks_runs(directory, straight):
+@pytest.fixture(scope="module")
+def ranks(folder, straight):
     """Two ranks make step 4 from the straight run's step 3, and one makes step 5 from that. In the first run
     a rank is killed, in the second the Ray worker."""
+    directory = folder / "ranks"
     shutil.copytree(straight.directory, directory)
     for step in range(4, 9):
         shutil.rmtree(directory / "checkpoints" / f"step_{step}")
     two, program = start(directory, command=TORCHRUN), f"{sys.executable} -u train_ppo.py"
-    rank1 = process(two, program, lambda rank: rank.environ().get("RANK") == "1")
-    until(two, lambda: saved(two, 4))
+    rank1 = two.find(program, lambda rank: rank.environ().get("RANK") == "1")
+    two.until(lambda: saved(two, 4))
     rank1.kill()
     two.code = two.wait(60)
     two.assert_nothing_left()
     assert not saved(two, 5)
 
     one = start(directory)
-    worker = process(one, "ray::Worker")
-    until(one, lambda: saved(one, 5))
+    worker = one.find("ray::Worker")
+    one.until(lambda: saved(one, 5))
     worker.kill()
     one.code = one.wait(60)
     one.assert_nothing_left()
     return SimpleNamespace(two=two, one=one)
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """All of them, two at a time: a start is a minute of imports, on one core. The first starts alone: Ray gives its
-    own processes 30 s, whatever else the core has to do."""
-    folder, pool = tmp_path_factory.mktemp("runs"), ThreadPoolExecutor(2)
-    try:
-        first = start(folder / "straight", "launch=local")
-        first.wait_for_step(0)
-        straight = pool.submit(end, first)
-        killed = pool.submit(killed_runs, folder / "killed")
-        ranks = pool.submit(lambda: ranks_runs(folder / "ranks", straight.result()))
-        yield SimpleNamespace(straight=straight, killed=killed, ranks=ranks)
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for run in STARTED:  # what a failed test leaves behind
-            run.kill()
-
-
-@pytest.fixture(scope="module")
-def straight(runs):
-    return runs.straight.result()
-
-
-@pytest.fixture(scope="module")
-def killed(runs):
-    return runs.killed.result()
-
-
-@pytest.fixture(scope="module")
-def ranks(runs):
-    return runs.ranks.result()
 
 
 # ---- Numbers -----------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import torch.multiprocessing as multiprocessing
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from config import check_engine_args
+import config as configuration
 from engine import device_name
 from rollout import MIB, Rollout, buckets, sampling_seed
 
@@ -325,10 +325,12 @@ def test_a_bucket_dies_before_the_next():
 
 def test_idle_engine_costs_nothing(ready):
     process = psutil.Process(ready._processes[0].pid)
-    time.sleep(1)  # what the test before has asked of it may not be over
-    before = sum(process.cpu_times()[:2])
-    time.sleep(3)
-    assert sum(process.cpu_times()[:2]) - before < 0.3
+    for _ in range(10):  # what the test before has asked of it may not be over
+        before = sum(process.cpu_times()[:2])
+        time.sleep(3)
+        if sum(process.cpu_times()[:2]) - before < 0.3:
+            return
+    pytest.fail("10 times more than 0.3 s of 3")
 
 
 def test_nothing_listens_beyond_loopback(ready):
@@ -340,12 +342,17 @@ def test_nothing_listens_beyond_loopback(ready):
 
 
 def test_engine_arguments_that_are_unknown_or_ours():
-    check_engine_args({})
-    check_engine_args({"attention_backend": "triton"})
+    from sglang.srt.server_args import ServerArgs
+
+    configuration.check_engine_args({})
+    configuration.check_engine_args({"attention_backend": "triton"})
     with pytest.raises(ValueError, match="rollout.engine_args.atention_backend"):
-        check_engine_args({"atention_backend": "triton"})
-    with pytest.raises(ValueError, match="rollout.engine_args.max_total_tokens=9 must be rollout.kv_tokens"):
-        check_engine_args({"max_total_tokens": 9})
+        configuration.check_engine_args({"atention_backend": "triton"})
+    for name, option in configuration.OURS.items():
+        assert option in configuration.options_in(configuration.load()) or option == "pools.main.nodes"
+        with pytest.raises(ValueError, match=f"rollout.engine_args.{name}=9: the option for that is {option}"):
+            configuration.check_engine_args({name: 9})
+    assert configuration.OURS.keys() <= set(ServerArgs.__struct_fields__)
 
 
 def parallel_main(rank, folder):
