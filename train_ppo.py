@@ -18,7 +18,6 @@ import shutil
 import sys
 import tempfile
 import time
-from pathlib import Path
 from unittest import mock
 
 from tqdm import tqdm
