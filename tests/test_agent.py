@@ -565,11 +565,11 @@ def test_records_that_cannot_be_replayed_are_refused(recorded, tmp_path, refusal
 
 def test_a_record_that_a_full_disk_has_cut_is_none(tmp_path):
     (tmp_path / "records").mkdir()
-    (tmp_path / "records/unfinished").symlink_to("/dev/full")
+    (tmp_path / "records/step_1.unfinished").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left on device"):
         records.record(tmp_path, 1, {"uid": [0]}, {})
-    assert [path.name for path in (tmp_path / "records").iterdir()] == ["unfinished"]
-    (tmp_path / "records/unfinished").unlink()
+    assert [path.name for path in (tmp_path / "records").iterdir()] == ["step_1.unfinished"]
+    (tmp_path / "records/step_1.unfinished").unlink()
     records.record(tmp_path, 1, {"uid": [0]}, {"reward/mean": 0.5, "time/step": 2.0})
     assert records.replay(tmp_path / "records", 1) == ({"uid": [0]}, {"reward/mean": 0.5})
 
