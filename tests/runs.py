@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -86,12 +87,12 @@ class Run:
 
 
 def marked(mark, title=""):
-    """The living processes with KILO_TEST=`mark` in their environment, of the command line that begins with `title`."""
+    """The living processes with KILO_TEST=`mark` in their environment and the pattern `title` in their command line."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             living = process.status() != psutil.STATUS_ZOMBIE
-            titled = living and " ".join(process.cmdline()).startswith(title)
+            titled = living and re.search(title, " ".join(process.cmdline()))
             if titled and process.environ().get("KILO_TEST") == mark:
                 found.append(process)
     return found

@@ -57,8 +57,10 @@ def saved(run, step):
 def kill_in_rollout(run, step, dead=None):
     """SIGKILL of the engine in the middle of a rollout after this step; `dead` is one that was killed before.
     Returns its process."""
-    # It is looked for early: a slow machine may need longer for that than for the steps that are left.
-    engine = run.find("sglang::sch", lambda engine: engine != dead)
+    # It is looked for early: a slow machine may need longer for that than for the steps that are left. SGLang's
+    # title, sglang::scheduler, comes late, and not at all where the first variable of the environment has a new
+    # value by then (setproctitle looks for the title's place from there; Ray hands variables on in any order).
+    engine = run.find("sglang::sch|--multiprocessing-fork", lambda engine: engine != dead)
     worker = engine.parent()  # Ray puts its method into its title, which is empty while it is written anew
     run.until(lambda: saved(run, step))
     run.until(lambda: worker.cmdline()[:1] == ["ray::Worker.generate"])
