@@ -70,7 +70,7 @@ class Run:
         return found
 
     def find(self, title, wanted=lambda process: True):
-        """The first process of that title. All are looked at, which takes long, and the run has the same core."""
+        """The first process with that pattern in its command line. All are looked at, which takes long, and the run has the same core."""
         return self.until(lambda: list(filter(wanted, self.processes(title))), pause=0.2)[0]
 
     def wait_for_step(self, step):

@@ -189,6 +189,7 @@ REFUSED = [  # the line has this, words
         ("at most rollout.max_response_length=256", "reward.overlong_buffer=257"),
         ("above 0 and at most 1", "rollout.top_p=0"), ("at least 0.001", "rollout.temperature=0"),
         ("at least 0.001 and finite", "rollout.temperature=1e-300"),
+        ("0, or at least 0.001 and finite", "validation.temperature=1e-7"),
         *(("a folder's name", f"trainer.name={name}") for name in ("", "a/b", "../a", "..", "'a\nb'")),
         ("above 0", "actor.clip_grad=0"), ("above 0", "algorithm.kl_target=0"), ("from 1 to 2**31 - 1, or",
          "rollout.top_k=0"), ("from 1 to 2**31 - 1, or", f"rollout.top_k={2**31}"),
